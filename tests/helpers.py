@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 import jax
@@ -139,13 +140,13 @@ def compilations(fun: Any, *args: Any) -> tuple[Any, int]:
     return out, len(_compiled) - before
 
 
-def python_calls(fun: Any) -> int:
-    """Return how many functions of Python a call enters."""
-    count = 0
+def codes_entered(fun: Any) -> list[CodeType]:
+    """Return the code of each function of Python that a call enters, in order."""
+    codes = []
 
-    def profile(_: Any, event: str, __: Any) -> None:
-        nonlocal count
-        count += event == "call"
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            codes.append(frame.f_code)
 
     before = sys.getprofile()
     sys.setprofile(profile)
@@ -153,4 +154,9 @@ def python_calls(fun: Any) -> int:
         fun()
     finally:
         sys.setprofile(before)
-    return count
+    return codes
+
+
+def python_calls(fun: Any) -> int:
+    """Return how many functions of Python a call enters."""
+    return len(codes_entered(fun))

@@ -117,8 +117,6 @@ def replacements(kind: str, node: ast.AST) -> list[ast.AST]:
             return [] if isinstance(only, ast.Starred) else [only]
         case "comparison", ast.Compare(left, [first, *ops], others) if type(first) in OTHER:
             return [ast.Compare(left, [OTHER[type(first)](), *ops], others)]
-        case "constant", ast.Constant(int(value)) if value is not True and value is not False:
-            return [ast.Constant(value + 1)]
         case "element left out", ast.Tuple(elements, ast.Load() as load):
             shorter = ([*elements[:i], *elements[i + 1 :]] for i in range(len(elements)))
             return [ast.Tuple(rest, load) for rest in shorter]
@@ -141,13 +139,6 @@ def replacements(kind: str, node: ast.AST) -> list[ast.AST]:
         case "unordered", ast.Call() if is_call(node, "tuple"):
             return [ast.Call(ast.Name("frozenset", ast.Load()), node.args, [])]
     return []
-
-
-KINDS = (
-    *("always false", "always true", "argument itself", "backwards", "comparison", "constant"),
-    *("element left out", "left operand", "no error", "nothing listed", "one less", "one more"),
-    *("right operand", "round down", "unordered"),
-)
 
 
 # Finding and changing.
@@ -240,7 +231,7 @@ def failure(mutant: Mutant, path: Path, text: str) -> str | None:
 
 def show_places(name: str) -> None:
     _, _, function = found(name)
-    for kind in KINDS:
+    for kind in sorted({mutant.kind for mutant in MUTANTS}):
         for place, (old, new) in enumerate(places(function, kind)):
             first, *_ = ast.unparse(old).splitlines()
             print(f"{kind:16} {place:2}  {first}  ->  {ast.unparse(new).splitlines()[0]}")

@@ -8,7 +8,6 @@ import ast
 import functools
 import io
 import re
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 import rankax
+from helpers import codes_entered
 from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
 
@@ -207,20 +207,14 @@ def drawn_path() -> list[tuple[str, str]]:
 
 def calls_in(fun) -> list[tuple[str, str]]:
     """Return file and function of each call of the library's own functions."""
-    called: list[tuple[str, str]] = []
-
-    def record(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(f"{SOURCE}/"):
-            file = Path(frame.f_code.co_filename).relative_to(SOURCE).as_posix()
-            called.append((file, frame.f_code.co_qualname.split("<locals>.")[-1]))
-
-    before = sys.getprofile()
-    sys.setprofile(record)
-    try:
-        fun()
-    finally:
-        sys.setprofile(before)
-    return called
+    return [
+        (
+            Path(code.co_filename).relative_to(SOURCE).as_posix(),
+            code.co_qualname.split("<locals>.")[-1],
+        )
+        for code in codes_entered(fun)
+        if code.co_filename.startswith(f"{SOURCE}/")
+    ]
 
 
 def until_positive(a, b):

@@ -10,7 +10,6 @@ Arguments: names of extensions (all by default), then ``--`` and arguments of py
 """
 
 import ast
-import functools
 import os
 import re
 import shutil
@@ -108,8 +107,7 @@ def failures(extension: str, args: list[str]) -> list[str]:
         command = [sys.executable, "-m", "pytest", *options, *quick, *args]
         command.append(f"--junitxml={report}")
         environment = {**os.environ, "PYTHONPATH": str(scratch / "src")}
-        run = functools.partial(subprocess.run, stdout=subprocess.DEVNULL, check=False)
-        run(command, cwd=PROJECT, env=environment)
+        subprocess.run(command, cwd=PROJECT, env=environment, stdout=subprocess.DEVNULL)
         cases = [*ET.parse(report).iter("testcase")]
     own, other = 0, list[str]()
     for case in cases:

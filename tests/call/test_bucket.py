@@ -10,7 +10,7 @@ import pytest
 
 from helpers import assert_same as assert_equal
 from helpers import at_each_run, compilations, python_calls, refusal
-from rankax import SplitKey, auto_vmap
+from rankax import auto_vmap
 from rankax.core.call.bind import BoundKernel
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
@@ -151,14 +151,6 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 def test_transformations(transform):
     assert_same(transform(PAIRS.with_options(bucket=True)), jax.jit(lambda: transform(PAIRS))())
-
-
-def test_keys_are_split_as_without_a_bucket():
-    kernel = auto_vmap(x=1, y=1, key=SplitKey, jit=True, chunk_size=20)(
-        lambda x, y, key: (x + y) * jax.random.normal(key, x.shape)
-    )
-    args = X, Y, jax.random.key(2)
-    assert_same(kernel.with_options(bucket=True)(*args), kernel(*args))
 
 
 def test_weak_types_are_promoted_as_without_a_bucket():

@@ -30,7 +30,7 @@ class Body:
     mass: Float[Array, ""]
 
 
-def never(*args, **kwargs):
+def never():
     raise AssertionError("the kernel was traced in spite of a wrong call")
 
 
@@ -62,33 +62,17 @@ def ones(*shape):
     return np.ones(shape, np.float32)
 
 
-@auto_vmap("n 3", "n", "")
-def energy(x, m, g):
-    never()
-
-
-@auto_vmap("n 3", "n", "", 2)
-def pull(x, m, g, i):
-    never()
-
-
-@auto_vmap({"a": 2, "b": (1, None)}, xs=1, named=2)
-def of_trees(tree, *xs, **named):
-    never()
-
-
-@auto_vmap({"a": "n", "b": "n+1"}, xs="n", named="n=4")
-def of_named_sizes(tree, *xs, **named):
-    never()
+energy = auto_vmap("n 3", "n", "")(lambda x, m, g: never())
+pull = auto_vmap("n 3", "n", "", 2)(lambda x, m, g, i: never())
+of_trees = auto_vmap({"a": 2, "b": (1, None)}, xs=1, named=2)(lambda tree, *xs, **named: never())
+of_named_sizes = auto_vmap({"a": "n", "b": "n+1"}, xs="n", named="n=4")(
+    lambda tree, *xs, **named: never()
+)
+many = auto_vmap(xs=1)(lambda *xs: never())
 
 
 @auto_vmap
 def of_classes(body: Body, *poses: Pose, **named: Float[Array, ""]):
-    never()
-
-
-@auto_vmap(xs=1)
-def many(*xs):
     never()
 
 

@@ -18,6 +18,7 @@ from rankax import (
     chunked_vmap,
     sliced_scan,
 )
+from scan_cases import here
 
 V, M = np.ones((4, 3), "float32"), np.ones((5, 5), "float32")
 
@@ -32,10 +33,6 @@ def chosen(v, m):
 
 def step(carry, x):
     return M @ carry, x["a"] + carry[0]
-
-
-def at(fun):
-    return f"{fun.__name__}() at {__file__}:{fun.__code__.co_firstlineno}"
 
 
 RANKED = """\
@@ -98,13 +95,13 @@ def test_an_error_of_the_kernel_names_it_and_its_arguments(call, note):
     error, notes = error_of(call)
     assert isinstance(error, TypeError)
     assert str(error).startswith("dot_general requires contracting dimensions")
-    assert notes == [note.format(at(step if note is SCANNED else product))]
+    assert notes == [note.format(here(step if note is SCANNED else product))]
 
 
 def test_the_innermost_kernel_is_named():
     inner = auto_vmap(v=1, m=2)(product)
     outer = auto_vmap(1, 2)(lambda a, b: inner(a, b))
-    assert error_of(lambda: outer(V, M))[1] == [ONE.format(at(product))]
+    assert error_of(lambda: outer(V, M))[1] == [ONE.format(here(product))]
     error, notes = error_of(lambda: auto_vmap(1, 1)(lambda a, b: inner(a, b))(V, V))
     assert isinstance(error, RankError)
     assert notes == []
@@ -130,7 +127,7 @@ def test_a_list_of_arrays_and_none_are_named():
     error, notes = error_of(lambda: kernel([V[0], V[1]], M))
     assert isinstance(error, TypeError)
     assert notes == [
-        f"This error comes from {at(product)}, called with\n\n"
+        f"This error comes from {here(product)}, called with\n\n"
         "    argument  shape   rank  one item\n"
         "    v[0]      (3,)    1     (3,)\n"
         "    v[1]      (3,)    1     (3,)\n"
@@ -152,7 +149,7 @@ def test_an_if_on_a_traced_value_names_the_kernel(mapped, m, names):
     error, notes = error_of(lambda: mapped(V, m))
     assert isinstance(error, jax.errors.TracerBoolConversionError)
     message = str(error).split("\n")[1]
-    assert f"while tracing the function {at(chosen).replace('()', '')} for jit" in message
+    assert f"while tracing the function {here(chosen).replace('()', '')} for jit" in message
     assert message.endswith(f"it depends on the {names}")
     assert len(notes) == 1
 

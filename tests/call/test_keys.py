@@ -27,23 +27,15 @@ def noisy(x, key):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def split_each(keys, shape):
-    split = jax.vmap(lambda key: jax.random.split(key, shape))(keys.ravel())
-    return jax.random.key_data(split.reshape(keys.shape + shape))
-
-
 def own_keys(keys, batch):
     """What is meant: each of ``keys`` is split over the axes that they lack, and used as it is."""
-    lengths = (None,) * (len(batch) - keys.ndim) + keys.shape
-    axes = [axis for axis, size in enumerate(batch) if lengths[axis] != size]
-    shape = tuple(batch[axis] for axis in axes)
-    split = np.asarray(split_each(keys, shape) if axes else jax.random.key_data(keys))
-    data = np.empty((*batch, *split.shape[-1:]), np.uint32)
-    for index in np.ndindex(batch):
-        both = zip(index, lengths, strict=True)
-        own = [0 if n == 1 else i for i, n in both if n is not None]
-        data[index] = split[(*own, *(index[axis] for axis in axes))]
-    return jax.random.wrap_key_data(data)
+    keys = keys.reshape((1,) * (len(batch) - keys.ndim) + keys.shape)
+    lacking = [axis for axis, size in enumerate(batch) if keys.shape[axis] != size]
+    split = functools.partial(jax.random.split, num=[batch[axis] for axis in lacking])
+    keys = keys.squeeze(lacking)
+    for _ in range(keys.ndim):
+        split = jax.vmap(split)
+    return jnp.moveaxis(split(keys), range(keys.ndim, len(batch)), lacking) if lacking else keys
 
 
 draw_each = jax.jit(jax.vmap(jax.vmap(noisy)))

@@ -143,14 +143,6 @@ def called(options, out):
     return jax.tree.map(lambda x: jnp.asarray(x[...]), stored)
 
 
-def check(names, out):
-    options = functools.reduce(dict.__or__, (OPTIONS[name] for name in names))
-    if words := refused(options):
-        assert words in refusal(TypeError, called, options, out)
-    else:
-        assert_same(called(options, out), expected(options), rtol=1e-4, atol=1e-5)
-
-
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
     """Let the 30 items of a stream be 8 blocks, not 30."""
@@ -158,51 +150,32 @@ def few_blocks(monkeypatch):
         monkeypatch.setattr("rankax.stream._job._LEAST", 6)
 
 
-def with_others(*names, quick, merge=()):
-    """Return the options beside ``names``: these run each time, those at a merge, others weekly."""
-    marks = dict.fromkeys(quick, ()) | dict.fromkeys(merge, pytest.mark.slow)
-    others = [name for name in OPTIONS if name not in names]
-    return [pytest.param(name, marks=marks.get(name, pytest.mark.weekly)) for name in others]
-
-
-AT_MERGE = ("a memory limit", "the largest", "what is kept", "an axis more", "a batch at once")
-
-
-# Lanes have memory limits in tests/lockstep.
-@pytest.mark.parametrize(
-    "other", with_others("lanes", quick=("a mask", "keys"), merge=("a bucket", *AT_MERGE[1:]))
-)
-def test_items_that_end_by_themselves_and_another_option(tmp_path, other):
-    check((other, "lanes"), tmp_path)
-
-
-@pytest.mark.parametrize("other", with_others("a stream", quick=("a mask",), merge=AT_MERGE))
-def test_a_stream_and_an_option(tmp_path, other):
-    check((other, "a stream"), tmp_path)
-
-
-@pytest.mark.parametrize("other", with_others("lanes", "a stream", quick=()))
-def test_a_stream_of_items_that_end_by_themselves_and_an_option(tmp_path, other):
-    check((other, "lanes", "a stream"), tmp_path)
-
-
-PAIRS = itertools.combinations([name for name in OPTIONS if name not in ("lanes", "a stream")], 2)
-# Each option is in one of these.
-PAIRS_AT_MERGE = [
+BOTH = "lanes", "a stream"
+CASES = [*itertools.combinations(OPTIONS, 2), *((n, *BOTH) for n in OPTIONS if n not in BOTH)]
+EACH_TIME = [("a mask", "lanes"), ("keys", "lanes"), ("a mask", "a stream")]
+# Each option is in one of these. Lanes have memory limits in tests/lockstep.
+OFTEN = ["the largest", "what is kept", "an axis more", "a batch at once"]
+AT_MERGE = [
+    *((name, last) for last in BOTH for name in OFTEN),
+    *(("a bucket", "lanes"), ("a bucket", "keys"), ("a memory limit", "a stream")),
     *(("chunks", "indices"), ("a memory limit", "unlike lengths"), ("jit", "a batch at once")),
     *(("a bucket", "unlike lengths"), ("options of XLA", "keys"), ("a device", "the largest")),
     *(("progress", "a sum"), ("what is kept", "an axis more"), ("what chunks store", "a mask")),
-    ("sines of ours", "the plain program"),
+    *(("unlike lengths", "sines of ours"), ("jit", "the plain program")),
 ]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [slow(pair) if pair in PAIRS_AT_MERGE else weekly(pair) for pair in PAIRS],
-    ids=" and ".join,
-)
-def test_other_options(tmp_path, names):
-    check(names, tmp_path)
+def mark(names):
+    return names if names in EACH_TIME else slow(names) if names in AT_MERGE else weekly(names)
+
+
+@pytest.mark.parametrize("names", [*map(mark, CASES)], ids=" and ".join)
+def test_options_together(tmp_path, names):
+    options = functools.reduce(dict.__or__, (OPTIONS[name] for name in names))
+    if words := refused(options):
+        assert words in refusal(TypeError, called, options, tmp_path)
+    else:
+        assert_same(called(options, tmp_path), expected(options), rtol=1e-4, atol=1e-5)
 
 
 def test_every_option_is_paired():

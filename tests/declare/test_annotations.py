@@ -299,25 +299,6 @@ def test_an_unregistered_dataclass_is_an_error():
         kernel(Plain(matrix))
 
 
-def test_recursive_classes():
-    Link = make_link()
-    kernel = auto_vmap(lambda_annotated(Link))
-    plan = kernel.plan(Link(matrix, Link(matrix[0], None)))
-    assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("x.value", 1), ("x.next.value", 1)]
-    assert plan.batch_shape == (3,)
-
-
-def make_link():
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Link:
-        value: Vector
-        next: Optional["Link"]
-
-    Link.__annotations__["next"] = Optional[Link]  # noqa: UP045 - as if it were global
-    return Link
-
-
 class Pair(NamedTuple, Generic[T]):
     first: Vector
     second: T

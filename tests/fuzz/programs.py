@@ -9,7 +9,6 @@ many, and what they found.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
@@ -19,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -165,12 +165,12 @@ RULES: dict[str, Step] = {
 # Loops that each item ends by itself. Plain JAX has no reverse mode of them; where it is asked for
 # one, it makes as many steps as any item may need, and keeps what the last one of each item left.
 
-_IS_BOUNDED = contextvars.ContextVar("_IS_BOUNDED", default=False)
+IS_BOUNDED = False
 
 
 def loop(cond: Any, body: Any, init: Any, most: int) -> Any:
     """Run a `lax.while_loop` of at most so many steps."""
-    if not _IS_BOUNDED.get():
+    if not IS_BOUNDED:
         return lax.while_loop(cond, body, init)
 
     def turn(state: Any, _: None) -> tuple[Any, None]:
@@ -182,7 +182,7 @@ def loop(cond: Any, body: Any, init: Any, most: int) -> Any:
 
 def times(n: jax.Array, body: Any, init: Any, most: int) -> Any:
     """Run a `lax.fori_loop` from 0 to n."""
-    if not _IS_BOUNDED.get():
+    if not IS_BOUNDED:
         return lax.fori_loop(0, n, body, init)
     state = jnp.zeros_like(n), init
     return loop(lambda s: s[0] < n, lambda s: (s[0] + 1, body(*s)), state, most)[1]
@@ -463,7 +463,7 @@ def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any
         # Bounded, because rounding errors grow in a chaotic loop, and an overflow gives NaN.
         return {name: jnp.tanh(new[name]) if name in "sv" else new[name] for name in carry}, y
 
-    options = dict(program.options)
+    options = program.options | {"length": program.length}
     if not plain and program.caller == "sliced_scan":
         return sliced_scan(body, parts["init"], parts["xs"], **options)
     window = slice(*(options.pop(name) for name in ("start", "stop", "step")))
@@ -685,9 +685,6 @@ class Program:
         changes += [{"rows": self.rows[:n] + self.rows[n + 1 :]} for n in range(count) if count > 1]
         for n, length in enumerate(self.rows):
             changes += [{"rows": (*self.rows[:n], k, *self.rows[n + 1 :])} for k in range(length)]
-        if "length" in self.options:  # of a scan, which is told twice
-            for n in range(1, self.length):
-                changes.append({"length": n, "options": self.options | {"length": n}})
         for change in changes:
             if any(getattr(self, name) != value for name, value in change.items()):
                 yield dataclasses.replace(self, **change)
@@ -736,7 +733,7 @@ class Program:
             def f(p: Item) -> Any:
                 everything = fixed | p
                 w = everything.pop("w")
-                with _bounded(plain and self.is_bounded):
+                with mock.patch(f"{__name__}.IS_BOUNDED", plain and self.is_bounded):
                     out = CALLERS[self.caller](self, everything, w, plain=plain)
                 if self.transformation in ("value", "vmap"):
                     return out
@@ -755,7 +752,7 @@ class Program:
 
     def check_types(self) -> None:
         """Trace only, at a tenth of the cost: assert equal structure, shapes and dtypes."""
-        with _x64(self.x64):
+        with jax.enable_x64(self.x64):
             want, got = (
                 jax.eval_shape(fun, *arguments)
                 for fun, arguments in (self._call(plain=True), self._call(plain=False))
@@ -764,7 +761,7 @@ class Program:
 
     def check(self) -> None:
         """Assert that rankax and plain JAX agree in structure, shapes, dtypes and values."""
-        with _x64(self.x64):
+        with jax.enable_x64(self.x64):
             want, got = self.run(plain=True), self.run(plain=False)
             _check_types(got, want)
             named = jax.tree_util.tree_leaves_with_path(got)
@@ -779,7 +776,7 @@ class Program:
         first = dataclasses.replace(self, transformation="value", jit=False)
         near = [other for other in first.simpler() if other.x64 is self.x64]
         near = random.Random(self.data).sample(near, min(2, len(near)))
-        with _x64(self.x64), options(check=True):
+        with jax.enable_x64(self.x64), options(check=True):
             first.check()
             dataclasses.replace(first, data=self.data + 1).run(plain=False)
             for other in near:
@@ -805,30 +802,11 @@ def is_moving(x: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-@contextlib.contextmanager
-def _bounded(enabled: bool) -> Iterator[None]:
-    token = _IS_BOUNDED.set(enabled)
-    try:
-        yield
-    finally:
-        _IS_BOUNDED.reset(token)
-
-
 def _check_types(got: Any, want: Any) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     named = jax.tree_util.tree_leaves_with_path(got)
     for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), jax.tree_util.keystr(path)
-
-
-@contextlib.contextmanager
-def _x64(enabled: bool) -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", enabled)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 def draw(seed: int, kind: str = "calls") -> Program:
@@ -1028,7 +1006,6 @@ def _draw_scan(rng: random.Random, leaves: list[str], length: int) -> tuple[Any,
     layout[rng.choice(["s", rng.choice(leaves)])] = "xs"
     bounds = [None, None, *range(-length, length + 1)]
     return layout, {
-        "length": length,
         "reverse": rng.random() < 0.5,
         "unroll": rng.choice([1, 1, 2, 3]),
         "start": rng.choice(bounds),

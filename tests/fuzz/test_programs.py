@@ -59,7 +59,7 @@ def test_eager_calls_find_their_own_programs(kind, seed):
 
 # What was wrong once, made small.
 
-SCAN = {"length": 5, "reverse": False, "unroll": 1, "start": None, "stop": None, "step": 2}
+SCAN = {"reverse": False, "unroll": 1, "start": None, "stop": None, "step": 2}
 ONCE_WRONG = {
     # Under vmap, the rule of a loop's derivative is differentiated first and batched afterwards. So
     # a cond stops its tangents, and a custom_vjp is asked for a forward derivative.

@@ -73,12 +73,11 @@ def bars(monkeypatch):
     class Bar(tqdm.auto.tqdm):
         def __init__(self, **options):
             made.append(self)
-            self.is_closed = False
             super().__init__(**options)
 
-        def close(self):
-            self.is_closed = True
-            super().close()
+        @property
+        def is_closed(self):
+            return self.disable
 
     monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
     return made

@@ -116,9 +116,8 @@ RECENT = Fold(
 )
 
 
-@pytest.mark.parametrize(("reduce", "axis"), [(RECENT, None), slow("sum", (0,))])
-def test_reductions_are_those_of_numpy(tmp_path, out, reduce, axis):
-    kernel = near.with_options(reduce=reduce, reduce_axis=axis)
+def test_reductions_are_those_of_numpy(tmp_path, out):
+    kernel = near.with_options(reduce=RECENT)
     got = run(kernel, mapped_file(tmp_path, X), Y, out=out)
     assert_same(values(got), jax.jit(kernel)(X, Y), rtol=1e-4)
 
@@ -163,9 +162,9 @@ def test_the_smallest_block_must_fit(tmp_path):
 
 
 def files(store):
-    """The contents of all files of numbers."""
-    root = Path(store)
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("c.*")}
+    """The contents of all files of numbers, without those that are being written."""
+    whole = (path for path in store.rglob("c.*") if path.suffix != ".partial")
+    return {str(path.relative_to(store)): path.read_bytes() for path in whole}
 
 
 def test_a_run_that_failed_goes_on_where_it_was(tmp_path, out):

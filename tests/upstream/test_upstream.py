@@ -44,15 +44,6 @@ class TestRunningSumOfPadded:
         np.testing.assert_array_equal(reverse_sum(v)[0], self.right)  # one operation at a time
         np.testing.assert_array_equal(jax.jit(reverse_sum)(v)[0], self.wrong)
 
-    def test_the_gradient_through_a_map_of_jax(self):
-        x = jnp.ones((2, 4, 3))
-
-        def gradient(mapped):
-            return jax.grad(lambda x: mapped(x).sum())(x)[0, 0]
-
-        np.testing.assert_array_equal(gradient(jax.vmap(jax.vmap(middle))), self.right)
-        np.testing.assert_array_equal(gradient(lambda x: lax.map(jax.vmap(middle), x)), self.wrong)
-
     @pytest.mark.parametrize(
         "mapped",
         [
@@ -66,94 +57,76 @@ class TestRunningSumOfPadded:
         x = jnp.ones((8, 3))
         np.testing.assert_array_equal(jax.grad(lambda x: mapped(x).sum())(x)[0], self.wrong)
 
-    @pytest.mark.parametrize(
-        "sum_of_two",
-        [lambda v: jnp.sum(2 * v[:2]), lambda v: lax.associative_scan(jnp.add, 2 * v)[1]],
-        ids=["sum", "associative_scan"],
-    )
-    def test_what_the_page_advises_is_right(self, sum_of_two):
-        x = jnp.ones((8, 3))
-        gradient = jax.grad(lambda x: chunked_vmap(sum_of_two, 4)(x).sum())(x)
-        np.testing.assert_array_equal(gradient, [self.right] * 8)
 
-
-class TestForgottenRules:
+@pytest.mark.parametrize("loops", ["lax.map", "chunked_vmap"])
+def test_the_second_derivative_of_a_function_with_a_rule(loops):
     """`docs/how_it_works.md` says of loops of JAX that they forget rules, and in which versions.
 
     With JAX 0.12 as the lowest, `keep_rules` in `core/trace/derivatives.py` may go, and that
     sentence.
     """
 
-    kept, forgotten = 0.7568025, 3.02721
+    @jax.custom_jvp
+    def clipped(x):
+        return x**2
 
-    @pytest.mark.parametrize("loops", ["lax.map", "chunked_vmap"])
-    def test_the_second_derivative_of_a_function_with_a_rule(self, loops):
-        @jax.custom_jvp
-        def clipped(x):
-            return x**2
+    clipped.defjvp(lambda x, t: (clipped(*x), jnp.clip(2 * x[0], -1, 1) * t[0]))
 
-        clipped.defjvp(lambda x, t: (clipped(*x), jnp.clip(2 * x[0], -1, 1) * t[0]))
+    def mapped(x):
+        energy = lambda x: jnp.sin(clipped(x))  # noqa: E731
+        return chunked_vmap(energy, 2)(x) if loops == "chunked_vmap" else lax.map(energy, x)
 
-        def mapped(x):
-            energy = lambda x: jnp.sin(clipped(x))  # noqa: E731
-            return chunked_vmap(energy, 2)(x) if loops == "chunked_vmap" else lax.map(energy, x)
-
-        x, t = jnp.full(4, 2.0), jnp.ones(4)
-        second = jax.jvp(jax.grad(lambda x: mapped(x).sum()), (x,), (t,))[1]
-        forgets = loops == "lax.map" and jax.__version_info__ < (0, 12)
-        np.testing.assert_allclose(second, self.forgotten if forgets else self.kept, rtol=1e-5)
+    x, t = jnp.full(4, 2.0), jnp.ones(4)
+    second = jax.jvp(jax.grad(lambda x: mapped(x).sum()), (x,), (t,))[1]
+    forgets = loops == "lax.map" and jax.__version_info__ < (0, 12)
+    np.testing.assert_allclose(second, 3.02721 if forgets else 0.7568025, rtol=1e-5)
 
 
-class TestRefInCheckpointedBody:
-    """JAX loses the derivative of what a checkpointed loop body adds to a `jax.Ref`.
+def test_the_gradient_of_a_ref_in_a_checkpointed_body_is_zero():
+    """The section of docs/limits.md: "Of scans"."""
 
-    The section of docs/limits.md: "Of scans".
-    """
+    def total(x, wrap):
+        ref = jax.new_ref(jnp.float32(0))
 
-    def test_the_gradient_is_zero(self):
-        def total(x, wrap):
-            ref = jax.new_ref(jnp.float32(0))
+        def body(carry, x):
+            ref[...] += jnp.sin(x)
+            return carry, None
 
-            def body(carry, x):
-                ref[...] += jnp.sin(x)
-                return carry, None
+        lax.scan(wrap(body), 0.0, x)
+        return ref[...]
 
-            lax.scan(wrap(body), 0.0, x)
-            return ref[...]
-
-        x = jnp.arange(3.0)
-        np.testing.assert_allclose(jax.grad(total)(x, lambda body: body), jnp.cos(x), rtol=1e-6)
-        np.testing.assert_array_equal(jax.grad(total)(x, jax.checkpoint), 0 * x)
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(jax.grad(total)(x, lambda body: body), jnp.cos(x), rtol=1e-6)
+    np.testing.assert_array_equal(jax.grad(total)(x, jax.checkpoint), 0 * x)
 
 
-class TestChecksOfNestedScans:
+@pytest.mark.parametrize("scan", ["jax.lax.scan", "checkpoint_chunked_scan"])
+def test_batched_gradient_of_a_scan_in_a_checkpoint_in_a_scan(scan):
     """With `jax_enable_checks`, JAX refuses a program of its own making, of loops in checkpoints.
 
     The section of docs/limits.md: "Of scans".
     """
 
-    @pytest.mark.parametrize("scan", ["jax.lax.scan", "checkpoint_chunked_scan"])
-    def test_batched_gradient_of_a_scan_in_a_checkpoint_in_a_scan(self, scan):
-        def decay(carry, x):
-            return jnp.sin(carry * x), None
+    def decay(carry, x):
+        return jnp.sin(carry * x), None
 
-        def chunk(carry, xs):
-            return lax.scan(decay, carry, xs)
+    def chunk(carry, xs):
+        return lax.scan(decay, carry, xs)
 
-        def end(init, xs):
-            if scan == "jax.lax.scan":
-                return lax.scan(jax.checkpoint(chunk), init, xs.reshape(2, 5))[0]
-            return checkpoint_chunked_scan(decay, init, xs, chunk_size=5)[0]
+    def end(init, xs):
+        if scan == "jax.lax.scan":
+            return lax.scan(jax.checkpoint(chunk), init, xs.reshape(2, 5))[0]
+        return checkpoint_chunked_scan(decay, init, xs, chunk_size=5)[0]
 
-        def gradients():
-            with jax.enable_checks(True):
-                return jax.vmap(jax.grad(end), (0, None))(jnp.ones(3), jnp.linspace(0.5, 1, 10))
+    def gradients():
+        with jax.enable_checks(True):
+            return jax.vmap(jax.grad(end), (0, None))(jnp.ones(3), jnp.linspace(0.5, 1, 10))
 
-        if jax.__version_info__ < (0, 12):
-            with pytest.raises(TypeError, match="_check_closed_call"):
-                gradients()
-        else:
-            assert gradients().shape == (3,)
+    if jax.__version_info__ < (0, 12):
+        with pytest.raises(TypeError, match="_check_closed_call"):
+            gradients()
+    else:
+        assert gradients().shape == (3,)
 
 
 @pytest.mark.skipif(

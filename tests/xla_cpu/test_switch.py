@@ -107,22 +107,10 @@ def test_each_way_to_say_so():
         options(xla_cpu=0)
 
 
-@pytest.mark.parametrize(
-    ("value", "line"),
-    [
-        ("off", "Rules"),
-        slow("1", "XlaCpu"),
-        slow(None, "XlaCpu"),
-        slow("maybe", "ValueError: RANKAX_XLA_CPU must be 0 or 1, got 'maybe'"),
-    ],
-)
-def test_the_environment_sets_the_default(value, line):
+def test_the_environment_sets_the_default():
     program = "from rankax.core.options import Options; print(type(Options().rules).__name__)"
-    env = {k: v for k, v in os.environ.items() if k != "RANKAX_XLA_CPU"}
-    env |= {} if value is None else {"RANKAX_XLA_CPU": value}
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert (run.stdout + run.stderr).splitlines()[-1] == line
+    command, env = [sys.executable, "-c", program], os.environ | {"RANKAX_XLA_CPU": "off"}
+    assert subprocess.check_output(command, env=env, text=True) == "Rules\n"
 
 
 @pytest.mark.parametrize(
