@@ -131,23 +131,20 @@ def test_any_number_of_items(items, count):
 
 
 def test_items_of_similar_numbers_of_steps_share_a_tile():
-    calls = [0]
-
-    def call():
-        calls[0] += 1
+    calls = []
 
     def kernel(n, x):
         def body(s):
-            jax.debug.callback(call)
+            jax.debug.callback(lambda: calls.append(1))
             return s[0] + 1, x * jnp.sin(s[1])
 
         return lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
 
     def evaluations(n):
-        calls[0] = 0
+        calls.clear()
         jax.block_until_ready(gradient(n, jnp.ones(12)))
         jax.effects_barrier()
-        return calls[0]
+        return len(calls)
 
     gradient = jax.jit(jax.grad(lambda n, x: jnp.sum(free(kernel, 3)(n, x)), 1))
     in_order = evaluations(jnp.repeat(jnp.array([1, 2, 3, 40]), 3))
@@ -158,8 +155,7 @@ def test_nan_stays_in_its_item():
     def kernel(x):  # at 0, an infinite derivative of a last carry that no step takes
         return lax.while_loop(lambda s: s > 1, lambda s: s - 1 + 0 * jnp.sqrt(s), x)
 
-    x = jnp.array([3.0, jnp.nan, 1.0, 0.0, 5.0, jnp.inf, 7.0])
-    x = jnp.where(x == jnp.inf, 2.0, x)
+    x = jnp.array([3.0, jnp.nan, 1.0, 0.0, 5.0, 2.0, 7.0])
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(free(kernel, 3)(x) ** 2)))(x)
     want = jax.jit(jax.vmap(jax.jacfwd(lambda x: kernel(x) ** 2)))(x)
     assert_same(gradient, want)
@@ -270,10 +266,7 @@ def test_memory_is_that_of_a_chunk_and_of_the_inputs():
 
 
 def test_plans_say_how_loops_are_reversed():
-    @jax.custom_jvp
-    def ruled(x):
-        return end(x, 0.5)
-
+    ruled = jax.custom_jvp(lambda x: end(x, 0.5))
     ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[0]))
 
     def kernel(x):

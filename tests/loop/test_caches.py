@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What is kept between calls can be seen, emptied and checked."""
 
+import functools
 import gc
 import os
 import subprocess
@@ -86,11 +87,7 @@ def total_of(size):
 
 def test_kernels_of_a_loop_do_not_stay():
     base = auto_vmap(0)(jnp.sin)
-    made = []
-    for size in range(1, 21):
-        kernel = base.with_options(reduce=total_of(size))
-        made.append(weakref.ref(kernel))
-        del kernel
+    made = [weakref.ref(base.with_options(reduce=total_of(size))) for size in range(1, 21)]
     gc.collect()
     assert [ref() is not None for ref in made] == [False] * 12 + [True] * 8
     rankax.clear_caches()
@@ -117,13 +114,10 @@ def collision(monkeypatch):
 
 @pytest.mark.usefixtures("collision", "unchecked")
 def test_a_wrong_program_is_noticed():
-    def mapped(factor):
-        def scaled(x):
-            return {"value": factor * x}
+    def scaled(factor, x):
+        return {"value": factor * x}
 
-        return chunked_vmap(scaled, 4)
-
-    one, two = mapped(2), mapped(3)
+    one, two = (chunked_vmap(functools.partial(scaled, factor), 4) for factor in (2, 3))
     with options(check=True):
         np.testing.assert_array_equal(one(X)["value"], 2 * X)
         np.testing.assert_array_equal(one(X)["value"], 2 * X)

@@ -18,21 +18,15 @@ from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
 
 
-def scaled(primal_of_rule):
-    """A function whose rule computes the value in the given way."""
+@jax.custom_jvp
+def self_calling(x):
+    return jnp.sin(x) * x
 
-    def body(x):
-        return jnp.sin(x) * x
 
-    fun = jax.custom_jvp(body)
-
-    @fun.defjvp
-    def rule(primals, tangents):
-        (x,), (dx,) = primals, tangents
-        value = fun(x) if primal_of_rule == "itself" else body(x)
-        return value, 1.25 * (jnp.cos(x) * x + jnp.sin(x)) * dx
-
-    return fun
+@self_calling.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return self_calling(x), 1.25 * (jnp.cos(x) * x + jnp.sin(x)) * dx
 
 
 @jax.custom_jvp
@@ -69,45 +63,33 @@ def with_symbolic_zeros(x, y):
 
 
 def _symbolic(primals, tangents):
-    (x, y), (dx, dy) = primals, tangents
-    out = jnp.zeros_like(x)
-    if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
-        out = out + 2.0 * jnp.sin(y) * dx
-    if not isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        out = out + 3.0 * x * jnp.cos(y) * dy
-    return with_symbolic_zeros(x, y), out
+    x, y = primals
+    rates, zero = (2.0 * jnp.sin(y), 3.0 * x * jnp.cos(y)), jax.custom_derivatives.SymbolicZero
+    pairs = zip(rates, tangents, strict=True)
+    parts = [rate * tangent for rate, tangent in pairs if not isinstance(tangent, zero)]
+    return with_symbolic_zeros(x, y), sum(parts, jnp.zeros_like(x))
 
 
 with_symbolic_zeros.defjvp(_symbolic, symbolic_zeros=True)
 
 
-@jax.custom_vjp
-def scaled_back(x):
-    return jnp.sin(x) * x
-
-
+scaled_back = jax.custom_vjp(lambda x: jnp.sin(x) * x)
 scaled_back.defvjp(
     lambda x: (scaled_back(x), x),
     lambda x, g: (1.25 * (jnp.cos(x) * x + jnp.sin(x)) * g,),
 )
+straight_through = jax.custom_vjp(lambda x: jnp.round(x * 4) / 4 + 0.1 * self_calling(x))
+straight_through.defvjp(lambda x: (straight_through(x), self_calling(x)), lambda y, g: (g * y,))
 
-
-@jax.custom_vjp
-def straight_through(x):
-    return jnp.round(x * 4) / 4 + 0.1 * scaled("itself")(x)
-
-
-straight_through.defvjp(lambda x: (straight_through(x), scaled("itself")(x)), lambda y, g: (g * y,))
-
-self_calling = scaled("itself")
-
-WITH_JVP = {
+WITH_RULES = {
     "symbolic zeros": lambda x: with_symbolic_zeros(x, 0.3) + with_symbolic_zeros(0.3, x),
     "rule calls itself": self_calling,
+    "a backward rule": scaled_back,
     "some outputs": uses_some_outputs,
     "nondiff_argnums": lambda x: scaled_by(x, 0.5),
     "in cond": lambda x: jax.lax.cond(x.sum() > 0, self_calling, jnp.cos, x),
     "in checkpoint": jax.checkpoint(self_calling),
+    "a backward rule that rounds": straight_through,
 }
 
 # What is done with a function of one array. Where a rule is forgotten, these two show it.
@@ -146,19 +128,13 @@ def close(actual, expected):
 
 
 def kinds_for(fun):
-    return SECOND[:1] if fun is scaled_back else SECOND
+    return SECOND[:1] if isinstance(fun, jax.custom_vjp) else SECOND
 
 
 # Each takes seconds to compile; of each way through the library one is tested at each run.
-@pytest.mark.parametrize("fun", at_each_run(["symbolic zeros", "rule calls itself"], WITH_JVP))
+@pytest.mark.parametrize("fun", at_each_run([*WITH_RULES][:3], WITH_RULES))
 def test_chunked_derivatives_are_those_of_vmap(fun):
-    kernel = kernel_of(fun)  # seven items: the last chunk overlaps
-    close(derivatives(chunked_vmap(kernel, 2), SECOND), derivatives(jax.vmap(kernel), SECOND))
-
-
-@pytest.mark.parametrize("fun", [scaled_back, slow(straight_through)])
-def test_chunked_derivatives_by_a_backward_rule(fun):
-    kernel, kinds = kernel_of(fun), SECOND[:1]
+    kernel, kinds = kernel_of(fun), kinds_for(fun)  # seven items: the last chunk overlaps
     close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
 
 
@@ -231,10 +207,7 @@ def test_scan_derivatives_are_those_of_a_loop(fun, scan):
 
 def test_grad_of_vmap_of_a_custom_vjp():
     # A batched factor and an unbatched carry: JAX's own rule would differentiate, then map.
-    @jax.custom_vjp
-    def multiply(a, b):
-        return a * b
-
+    multiply = jax.custom_vjp(lambda a, b: a * b)
     multiply.defvjp(lambda a, b: (a * b, (a, b)), lambda ab, g: (2 * ab[1] * g, 3 * ab[0] * g))
 
     def body(carry, x):
@@ -254,23 +227,16 @@ def test_grad_of_vmap_of_a_custom_vjp():
 
 
 def test_no_rule_leaves_the_program_as_it_was():
+    """And a rule leaves nothing in the compiled program."""
     program = jax.make_jaxpr(chunked_vmap(lambda row: jnp.exp(row).sum(), 3))(X[:6])
-    assert "rankax_call" not in str(program)
-
-
-def test_a_rule_leaves_nothing_in_the_compiled_program():
     lowered = jax.jit(chunked_vmap(kernel_of(self_calling), 2)).lower(X)
-    assert "rankax_call" not in lowered.as_text()
+    assert "rankax_call" not in str(program) + lowered.as_text()
 
 
 @pytest.mark.skipif(REMAT3, reason="JAX does not transpose it, see test_switches.py")
 def test_linear_transpose():
     weights = jnp.arange(1.0, 4.0)
-
-    @jax.custom_jvp
-    def double(x):
-        return 2.0 * x
-
+    double = jax.custom_jvp(lambda x: 2.0 * x)
     double.defjvp(lambda p, t: (double(*p), 2.0 * t[0]))
     mapped = chunked_vmap(lambda row: double(row) @ weights, 3)
     shape = jax.ShapeDtypeStruct((7, 3), jnp.float32)
@@ -308,10 +274,7 @@ def test_a_rule_of_a_function_with_an_effect_is_kept():
         return jnp.sin(x) * x
 
     noted.defjvp(lambda p, t: (noted(*p), 1.25 * jnp.cos(p[0]) * t[0]))
-    x, v = X[:, 0], V[:, 0]
-    close(
-        derivatives(chunked_vmap(lambda x: jnp.sin(noted(x)), 2), SECOND, x, v),
-        derivatives(jax.vmap(lambda x: jnp.sin(noted(x))), SECOND, x, v),
-    )
+    maps = chunked_vmap(lambda x: jnp.sin(noted(x)), 2), jax.vmap(lambda x: jnp.sin(noted(x)))
+    close(*(derivatives(mapped, SECOND, X[:, 0], V[:, 0]) for mapped in maps))
     jax.effects_barrier()
     assert seen

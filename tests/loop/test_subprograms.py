@@ -14,19 +14,9 @@ from rankax import chunked_vmap
 M = jnp.asarray(3 * np.eye(3) + np.sin(np.arange(45.0)).reshape(5, 3, 3) / 4)
 
 
-@jax.custom_jvp
-def with_jvp(m):
-    return jnp.sin(m)
-
-
+with_jvp = jax.custom_jvp(jnp.sin)
 with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 7 * tangents[0]))
-
-
-@jax.custom_batching.custom_vmap
-def with_batching(m):
-    return jnp.sin(m)
-
-
+with_batching = jax.custom_batching.custom_vmap(jnp.sin)
 with_batching.def_vmap(lambda size, batched, m: (jnp.sin(m), batched[0]))
 
 

@@ -39,16 +39,7 @@ FOLD = Fold(  # x -> a x + b, one after another
     lift=lambda e: (1 + 0.1 * jnp.sin(e), e),
     merge=lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]),
 )
-REDUCTIONS = {
-    **{name: name for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin")},
-    "logsumexp": "logsumexp",
-    "gram": "gram",
-    "moments": Moments(),
-    "fold": FOLD,
-    "top": BottomK(2),
-    "any": "any",
-    "all": "all",
-}
+# What each reduction gives where nothing counts; and those that have no name.
 NOTHING = {
     "sum": 0.0,
     "mean": np.nan,
@@ -65,6 +56,11 @@ NOTHING = {
     "fold": (1.0, 0.0),
     "top": TopKResult(np.full(2, np.inf), np.full(2, -1)),
 }
+OBJECTS = {"moments": Moments(), "fold": FOLD, "top": BottomK(2), "last": TopK(3)}
+
+
+def several(names, where=None):
+    return Several(**{name: OBJECTS.get(name, name) for name in names}, where=where)
 
 
 def reduced(e, name):
@@ -80,44 +76,38 @@ def reduced(e, name):
     return jax.nn.logsumexp(e) if name == "logsumexp" else getattr(jnp, name)(e)
 
 
-def of_row(x, y, w, ok, names):
-    """Reduce the items that count, by their index."""
-    if not ok.any():
+def of_some(e, where, names):
+    """Reduce the outputs of the items that count, which are at ``where``."""
+    if not where.size:
         return {name: NOTHING[name] for name in names}
-    where = np.flatnonzero(ok)
-    e = jax.vmap(pair, (None, 0, 0))(x, y[where], w[where])["e"]
-    outs = {name: reduced(e, name) for name in names}
-    for name in set(names) & {"argmin", "argmax"}:
-        outs[name] = jnp.asarray(where)[outs[name]]
-    if "top" in names:
-        outs["top"] = outs["top"]._replace(indices=jnp.asarray(where)[outs["top"].indices])
-    return outs
+    return placed({name: reduced(e, name) for name in names}, jnp.asarray(where))
+
+
+def placed(outs, where):
+    """Return results whose indices are those among all items."""
+    at = {name: where[outs[name]] for name in outs.keys() & {"argmin", "argmax"}}
+    for name in outs.keys() & {"top", "last"}:
+        at[name] = outs[name]._replace(indices=where[outs[name].indices])
+    return outs | at
 
 
 def stacked(rows):
     """Stack trees of arrays; their dtypes are those of the first."""
 
-    def each(first, *others):
-        return jnp.stack([first, *(jnp.asarray(x, first.dtype) for x in others)])
-
-    return jax.tree.map(each, *rows)
+    return jax.tree.map(lambda *xs: jnp.stack(xs).astype(xs[0].dtype), *rows)
 
 
 def expected(x, y, w, names):
-    pairs = zip(x, COUNTS, strict=True)
-    return stacked([of_row(each[0], y, w, counts, names) for each, counts in pairs])
+    def of_row(x, where):
+        e = jax.vmap(pair, (None, 0, 0))(x, y[where], w[where])["e"]
+        return of_some(e, where, names)
+
+    return stacked(map(of_row, x[:, 0], map(np.flatnonzero, COUNTS)))
 
 
-def found(x, y, w, names, size, **options):
-    each = {name: REDUCTIONS[name] for name in names}
-    kernel = auto_vmap(
-        x=1,
-        y=1,
-        w=0,
-        reduce={"e": Several(**each), "ok": "any"},
-        **{"reduce_axis": -1, "where": "ok", "chunk_size": size, **options},
-    )(pair)
-    out = kernel(x, y, w)
+def found(x, y, w, names, size):
+    options = {"reduce": {"e": several(names), "ok": "any"}, "reduce_axis": -1, "where": "ok"}
+    out = auto_vmap(x=1, y=1, w=0, chunk_size=size, **options)(pair)(x, y, w)
     assert out["ok"].shape == (3,)
     return out["e"]
 
@@ -151,8 +141,8 @@ FOLDED = "prod", "logsumexp", "moments", "fold", "top"
     ("names", "size"),
     [
         pytest.param(FOLDED, 5, id="a remainder"),
-        pytest.param(tuple(REDUCTIONS), 50, id="two rows in flight", marks=pytest.mark.slow),
-        pytest.param(tuple(REDUCTIONS), None, id="at once", marks=pytest.mark.weekly),
+        pytest.param(tuple(NOTHING), 50, id="two rows in flight", marks=pytest.mark.slow),
+        pytest.param(tuple(NOTHING), None, id="at once", marks=pytest.mark.weekly),
     ],
 )
 def test_values_and_gradients(names, size):
@@ -166,20 +156,16 @@ def test_values_and_gradients(names, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        slow("sum", 5),
-        slow("logsumexp", 8),
-        *(weekly(name, 8) for name in ("prod", "gram", "moments", "fold", "top")),
-    ],
+    "name",
+    [slow("sum"), slow("logsumexp"), *map(weekly, ("prod", "gram", "moments", "fold", "top"))],
 )
-def test_second_derivatives(name, size):
+def test_second_derivatives(name):
     def pushed(fun):
         gradient = jax.grad(lambda y, w: finite(fun(ARGS[0], y, w, (name,))), (0, 1))
         back = jax.grad(lambda y, w: sum(map(finite, gradient(y, w))), (0, 1))
         return jax.jvp(gradient, (Y, W), (jnp.cos(Y), jnp.sin(W)))[1], back(Y, W)
 
-    got = jax.jit(lambda: pushed(functools.partial(found, size=size)))()
+    got = jax.jit(lambda: pushed(functools.partial(found, size=8)))()
     want = jax.jit(lambda: pushed(expected))()
     assert_same(got, want, rtol=2e-3, atol=1e-3)
 
@@ -214,14 +200,8 @@ def test_the_mask_may_have_an_entry_of_its_own():
 
     reduce = {"a": reductions.Mean(where="odd"), "ok": "sum", "odd": None}
 
-    @jax.jit
-    def by_option_and_without(values, counts):
-        return [
-            chunked_reduce(kernel, reduce, 2, **where)(values, counts)
-            for where in ({"where": "ok"}, {})
-        ]
-
-    by_option, without = by_option_and_without(DATA, KEPT)
+    by_option = chunked_reduce(kernel, reduce, 2, where="ok")(DATA, KEPT)
+    without = chunked_reduce(kernel, reduce, 2)(DATA, KEPT)
     assert_same(by_option["a"], jnp.mean(jnp.array([3.0, 2.0, 0.5])))
     assert_same(by_option["ok"], jnp.int32(5))
     np.testing.assert_array_equal(by_option["odd"], KEPT & (DATA > 0))
@@ -238,14 +218,9 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
     else:
         worst = [-np.inf, np.inf] if dtype != "complex64" else [1 + 1j, 2]
     names = ["sum", "mean", "prod", "any", "all"]
-    names += ["max", "min", "argmax", "argmin"] if dtype != "complex64" else []
-    names += ["logsumexp"] if dtype in ("float16", "complex64") else []
-    entries = dict(zip(names, names, strict=True))
-    if dtype != "complex64":
-        entries |= {"top": BottomK(3), "last": TopK(3)}
-    if dtype in ("float16", "complex64"):
-        entries |= {"moments": Moments()}
-    reduce = Several(**entries)
+    names += ["max", "min", "argmax", "argmin", "top", "last"] if dtype != "complex64" else []
+    names += ["logsumexp", "moments"] if dtype in ("float16", "complex64") else []
+    reduce = several(names)
 
     @jax.jit
     def masked(values, counts):
@@ -255,11 +230,7 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
     for bad in worst:
         values = np.asarray([worst[0], bad, worst[1], bad, bad, worst[1], bad]).astype(dtype)
         counts = np.array([False, True, False, True, True, False, True])
-        want, where = plain(values[counts]), np.flatnonzero(counts).astype("int32")
-        for name in {"argmax", "argmin"} & entries.keys():
-            want[name] = where[want[name]]
-        for name in {"top", "last"} & entries.keys():
-            want[name] = want[name]._replace(indices=where[want[name].indices])
+        want = placed(plain(values[counts]), jnp.asarray(np.flatnonzero(counts)))
         assert_same(masked(values, counts), want)
 
 
@@ -338,8 +309,8 @@ def test_what_items_share_gets_nothing_from_what_is_left_out(options):
 def test_several_levels_and_vmap_around():
     """All three axes are reduced: loops in a loop, whose states are merged."""
     x = np.sin(np.arange(3 * 4 * 5, dtype="float32")).reshape(3, 4, 5)
-    reduce = Several(**{name: REDUCTIONS[name] for name in ("argmin", "moments", "top")})
-    kernel = auto_vmap(a=0, b=0, c=0, where="ok", reduce=Out(reduce, "any"), chunk_size=2)(
+    reduce = Out(several(("argmin", "moments", "top")), "any")
+    kernel = auto_vmap(a=0, b=0, c=0, where="ok", reduce=reduce, chunk_size=2)(
         lambda a, b, c: Out(a * b / c, (c > 0) & (a > -0.5))
     )
     a, b, c = x[:, :1, :1], x[0, :, :1], x[1, 1]
@@ -358,28 +329,24 @@ def test_steps_that_count_in_a_window():
     """What is left out is nan; in the last window, everything is."""
     data = np.array([1.0, -2.0, 4.0, 9.0, -1.0, 16.0, 2.0, -3.0], "f")
     x = jnp.asarray(data)
-    windows = [range(4), range(4, 7), range(7, 8)]
+    windows = [slice(4), slice(4, 7), slice(7, 8)]
     names = ("argmin", "moments")
-    reduce = Several(**{name: REDUCTIONS[name] for name in names}, where="ok")
+    reduce = {"e": several(names, where="ok"), "ok": "any"}
 
     def step(carry, x):
         carry = jnp.where(x > 0, jnp.sin(carry + x), carry)
         return carry, {"e": jnp.where(x > 0, carry * x, jnp.nan), "ok": x > 0}
 
     def by_window(x):
-        ends = [window[-1] for window in windows]
-        return sliced_scan(step, 1.0, x, save_at=ends, reduce={"e": reduce, "ok": "any"})[1]["e"]
+        ends = [window.stop - 1 for window in windows]
+        return sliced_scan(step, 1.0, x, save_at=ends, reduce=reduce)[1]["e"]
 
     def plain(x):
         e = jax.lax.scan(step, 1.0, x)[1]["e"]
         rows = []
         for window in windows:
-            counts = [i for i in window if data[i] > 0]
-            row = {name: NOTHING[name] for name in names}
-            if counts:
-                row = {name: reduced(e[np.array(counts)], name) for name in names}
-                row["argmin"] = jnp.asarray(np.array(counts) - window[0])[row["argmin"]]
-            rows.append(row)
+            at = np.flatnonzero(data[window] > 0)
+            rows.append(of_some(e[window][at], at, names))
         return stacked(rows)
 
     (gradient,), values = gradient_and_value(by_window)(x)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, at_each_run, compilations, enable_x64, slow, weekly
+from helpers import assert_same, at_each_run, compilations, slow, weekly
 from rankax import checkpoint_chunked_scan, sliced_scan
 from scan_cases import XS, assert_same_weak_types, drift
 
@@ -59,6 +59,7 @@ def of_plain_scan(length, reverse):
 
 
 chunked = checkpoint_chunked_scan
+LAST_BLOCK = {"step": 5, "checkpoint": True, "reverse": True}
 ANY_ORDER = {"save_at": [5, 1, 1, -1], "reverse": True, "unroll": 2}
 # A scan, its options and the number of steps. The first four are tested at each run.
 CASES = {
@@ -66,11 +67,7 @@ CASES = {
     "from the end": (sliced_scan, {"start": -2, "stop": 3, "step": -3}, 20),
     "steps in any order, twice": (sliced_scan, ANY_ORDER, 13),
     "chunks in two levels": (chunked, {"chunk_size": [7, 3], "reverse": True, "unroll": 2}, 13),
-    "no room for the last block": (
-        sliced_scan,
-        {"step": 5, "checkpoint": True, "reverse": True},
-        13,
-    ),
+    "no room for the last block": (sliced_scan, LAST_BLOCK, 13),
     "one in front": (sliced_scan, {"start": 1, "step": 2}, 7),
     "a slice of no steps": (sliced_scan, {"stop": 2, "unroll": True}, 0),
     "steps in order": (sliced_scan, {"save_at": [0, 3, 4, 12], "checkpoint": True}, 13),
@@ -198,16 +195,7 @@ def test_the_body_is_traced_once(name, length, transform):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("name", ["slice", "chunks"])
-def test_double_precision(name):
-    with enable_x64():
-        got, want = (scan(drift, 0.3, jnp.linspace(0.0, 1.0, 10)) for scan in both(name))
-        assert got[0].dtype == jnp.float64
-        assert_same(got, want, rtol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["checkpoint", "steps", "chunks"])
+@pytest.mark.parametrize("name", ["slice", "chunks", *map(slow, ("checkpoint", "steps"))])
 def test_random_keys_in_xs_carry_and_ys(name):
     def walk(carry, x):
         position, key = carry
@@ -222,19 +210,10 @@ def test_random_keys_in_xs_carry_and_ys(name):
             carry, ys = scan(walk, init, {"key": keys, "scale": scale})
             return carry[0], (carry, ys)
 
-        return jax.jit(jax.grad(end, has_aux=True))(XS)
+        return jax.grad(end, has_aux=True)
 
-    assert_same(*map(outputs_and_slope, both(name)))
-
-
-@pytest.mark.parametrize("name", ["slice", "chunks"])
-def test_random_keys_without_jit(name):
-    def walk(key, x):
-        key, draw = jax.random.split(key)
-        return key, (x, draw)
-
-    keys = jax.random.split(jax.random.key(1), 9)
-    assert_same(*(scan(walk, jax.random.key(2), keys) for scan in both(name)))
+    mine, plain = map(outputs_and_slope, both(name))
+    assert_same(mine(XS), jax.jit(plain)(XS))
 
 
 @pytest.mark.parametrize(

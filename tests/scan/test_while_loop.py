@@ -2,6 +2,7 @@
 """`checkpoint_while_loop` against `jax.lax.while_loop`, which has forward mode only."""
 
 import functools
+import math
 import re
 
 import jax
@@ -59,16 +60,9 @@ def forward_mode():
 def evaluated_again(n, stored):
     """The fewest evaluations that reverse n steps, besides the loop and a derivative of each."""
     most = 0
-    while reach(stored, most) < n:
+    while math.comb(stored + most, most) < n:
         most += 1
-    return most * n - reach(stored + 1, most - 1) if most else 0
-
-
-def reach(stored, again):
-    out = 1
-    for i in range(again):
-        out = out * (stored + i + 1) // (i + 1)
-    return out
+    return most * n - math.comb(stored + most, most - 1) if most else 0
 
 
 SHORT = [0, 1, 2, 3, 31, 32, 33, 1000]
@@ -156,16 +150,10 @@ def in_lanes(f, a, x):
     return auto_vmap(0, 0, chunk_size=2, lockstep=False, reduce="sum")(f)(a, x)
 
 
-def grad(f):
-    return jax.grad(f, (0, 1))
-
-
-def jacfwd(f):
-    return jax.jacfwd(f, (0, 1))
-
-
-def hessian(f):
-    return jax.hessian(f, (0, 1))
+grad, jacfwd, hessian = (
+    functools.partial(transform, argnums=(0, 1))
+    for transform in (jax.grad, jax.jacfwd, jax.hessian)
+)
 
 
 def second(f):
@@ -251,16 +239,11 @@ def mixed_loss(loop, a, x):
 
 
 def test_carry_of_all_kinds():
-    mine, plain = (
-        jax.jit(
-            lambda rates, f=f, derivatives=derivatives: (
-                mixed(f, A, X),
-                of_items(derivatives)(functools.partial(mixed_loss, f))(rates, X),
-            )
-        )
-        for f, derivatives in ((checkpoint_while_loop, grad), (lax.while_loop, jacfwd))
-    )
-    got, want = mine(RATES), plain(RATES)
+    def both(loop, derivatives):
+        gradient = of_items(derivatives)(functools.partial(mixed_loss, loop))
+        return jax.jit(lambda rates: (mixed(loop, A, X), gradient(rates, X)))(RATES)
+
+    got, want = both(checkpoint_while_loop, grad), both(lax.while_loop, jacfwd)
     assert_same(got, want, rtol=1e-3, atol=1e-4)
     assert_same_weak_types(got[0], want[0])
 
@@ -288,19 +271,8 @@ def test_only_what_depends_is_differentiated():
     assert [v.aval.shape for v in reverse.outvars] == [(3,)]
 
 
-@jax.custom_vjp
-def doubled(x):
-    return 2 * x
-
-
+doubled, tripled = jax.custom_vjp(lambda x: 2 * x), jax.custom_jvp(lambda x: 3 * x)
 doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (10 * ct,))
-
-
-@jax.custom_jvp
-def tripled(x):
-    return 3 * x
-
-
 tripled.defjvp(lambda primals, tangents: (3 * primals[0], 100 * tangents[0]))
 
 
@@ -333,26 +305,23 @@ def test_infinite_derivatives_and_nan_stay_in_their_items():
     scales = jnp.asarray(np.array([1.0, 1.0, np.nan, 0.3], np.float32))
     finite = np.array([0, 1, 3])
 
-    def of_items(f, loop):
-        return jax.vmap(f(functools.partial(risky, loop)), (None, 0, 0))
+    mine = functools.partial(risky, checkpoint_while_loop)
+    plain = functools.partial(risky, lax.while_loop)
 
-    def derivatives(transform):
-        return lambda f: transform(f, (0, 1, 2))
+    def items(f):
+        return jax.vmap(f, (None, 0, 0))
 
-    def total(*args):
-        return jnp.sum(of_items(lambda f: f, checkpoint_while_loop)(*args))
-
+    some, every = (1.0, x[finite], scales[finite]), (1.0, x, scales)
     of_finite, got, want = jax.jit(
         lambda: (
-            derivatives(jax.grad)(total)(1.0, x[finite], scales[finite]),
-            of_items(derivatives(jax.grad), checkpoint_while_loop)(1.0, x, scales),
-            of_items(derivatives(jax.jacfwd), lax.while_loop)(1.0, x, scales),
+            jax.grad(lambda *args: jnp.sum(items(mine)(*args)), (0, 1, 2))(*some),
+            items(jax.grad(mine, (0, 1, 2)))(*every),
+            items(jax.jacfwd(plain, (0, 1, 2)))(*some),
         )
     )()
-    want = [of_item[finite] for of_item in want]
     assert all(np.all(np.isfinite(of_item)) for of_item in want)
     assert np.isnan(got[0][2])
-    assert_same([of_item[finite] for of_item in got], want, rtol=1e-4)
+    assert_same([of_item[finite] for of_item in got], [*want], rtol=1e-4)
     assert_same([*of_finite], [jnp.sum(want[0]), *want[1:]], rtol=1e-4)
 
 
@@ -406,15 +375,13 @@ def test_effects_in_order_are_refused_in_derivatives():
 
         return checkpoint_while_loop(lambda x: x < 9, body, x)
 
-    body = next(c for c in f.__code__.co_consts if getattr(c, "co_name", "") == "body")
     assert f(1.0) == 16
     jax.effects_barrier()
     assert seen == [1, 2, 4, 8]
-    expected = (
-        f"checkpoint_while_loop(body): body() at {body.co_filename}:{body.co_firstlineno} has an "
-        "ordered effect, so the loop has no derivative"
-    )
-    assert refusal(ValueError, jax.grad(f), 1.0).startswith(expected)
+    where = rf"body\(\) at {re.escape(__file__)}:{f.__code__.co_firstlineno + 1}"
+    text = rf"^checkpoint_while_loop\(body\): {where} has an ordered effect, so the loop has no"
+    with pytest.raises(ValueError, match=text):
+        jax.grad(f)(1.0)
 
 
 def test_refs_are_written_and_refused_in_derivatives():
@@ -437,9 +404,6 @@ def test_derivatives_that_devices_add_up_are_refused():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
 
-    def vary(a):
-        return lax.pcast(a, ("i",), to="varying")
-
     def of_rates(a, rates=RATES):
         return jnp.sum(jax.vmap(MINE, (None, 0))(a, rates))
 
@@ -453,7 +417,8 @@ def test_derivatives_that_devices_add_up_are_refused():
     text = refusal(ValueError, jax.grad(on_mesh(lambda a: a)), A, RATES)
     assert text.startswith(expected)
     assert text.endswith("as varying before the loop: jax.lax.pcast(x, axes, to='varying')")
-    got, want = jax.jit(lambda a: (jax.grad(on_mesh(vary))(a, RATES), jax.grad(of_rates)(a)))(A)
+    varying = on_mesh(lambda a: lax.pcast(a, ("i",), to="varying"))
+    got, want = jax.jit(lambda a: (jax.grad(varying)(a, RATES), jax.grad(of_rates)(a)))(A)
     assert_same(got, want, rtol=1e-4)
 
 

@@ -4,6 +4,7 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from rankax.ext.tune import measure
 from rankax.ext.tune.workload import RaggedWorkload
 
 SHORT = 0.005  # seconds, enough for little more than the options as they are
-ENOUGH = 0.3  # seconds of `Clock`, enough for everything
+ENOUGH = 0.3  # seconds of `clock`, enough for everything
 X = jnp.asarray(np.sin(np.arange(40 * 8 * 3.0)).reshape(40, 8, 3))
 
 needs_library = pytest.mark.skipif(
@@ -27,21 +28,16 @@ needs_library = pytest.mark.skipif(
 )
 
 
-class Clock:
-    """A clock that stands still, except for a millisecond at each reading."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1e-3
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
+    """A clock that stands still, except for a millisecond at each reading."""
+    clock = SimpleNamespace(now=0.0)
+
+    def read():
+        clock.now += 1e-3
+        return clock.now
+
+    monkeypatch.setattr(time, "perf_counter", read)
     return clock
 
 
@@ -204,14 +200,6 @@ def test_a_limit_excludes_what_needs_more(clock):
 # Any arguments.
 
 
-class Body:
-    factor = 2.0
-
-    @auto_vmap(x=1)
-    def energy(self, x):
-        return self.factor * jnp.sum(x**2)
-
-
 @pytest.mark.parametrize(("jit", "gradient"), [(True, False), slow(False, True)])
 def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient, clock):
     @auto_vmap({"a": 1, "n": None}, 0, 0, None, None, jit=jit)
@@ -219,10 +207,8 @@ def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient, cloc
         noise = jax.random.normal(key, tree["a"].shape)
         return {"out": scale * jnp.sum(tree["a"] ** power + noise) + table[0], "n": power}
 
-    args = (
-        *({"a": jnp.ones((2, 1, 2)), "n": 2}, 2.0),
-        *(jax.random.split(jax.random.key(0), 3), np.ones(4, np.float32), 2),
-    )
+    keys, table = jax.random.split(jax.random.key(0), 3), np.ones(4, np.float32)
+    args = {"a": jnp.ones((2, 1, 2)), "n": 2}, 2.0, keys, table, 2
     tuned = model.tune(*args, seconds=ENOUGH, gradient=gradient)
     assert set(tiles(tuned.tuning)) == {6, 1, 2, 3}
     assert_same(tuned(*args), model(*args))
@@ -363,14 +349,13 @@ def test_a_slice_of_short_runs_decides_nothing(clock, call, chosen):
 
 
 def test_what_fails_is_a_row(clock):
-    def wait(x):
-        clock.now += 1e-3 * x.size
-        if x.size == 4:
+    def seconds_of_call(n):
+        if n == 4:
             raise MemoryError("no memory for four")
-        return np.asarray(x)
+        return 1e-3 * n
 
-    kernel = auto_vmap(0)(lambda x: jax.pure_callback(wait, x, x, vmap_method="expand_dims"))
-    tuning = tuning_of(kernel, jnp.arange(20.0), seconds=60)
+    kernel, _ = watched(clock, seconds_of_call)
+    tuning = tuning_of_many(kernel, 20, seconds=60)
     (failed,) = [c for c in tuning.candidates if c.tile == 4]
     assert failed.seconds is None
     assert failed.note.startswith("failed: INTERNAL: ")
@@ -399,6 +384,14 @@ def test_what_was_too_large_for_a_slice_keeps_to_the_limit(clock):
     assert within.options["chunk_size"] is not None
     (vmap,) = [c for c in within.candidates if c.options == {"chunk_size": None}]
     assert vmap.note == "above the limit of 375 kB"
+
+
+class Body:
+    factor = 2.0
+
+    @auto_vmap(x=1)
+    def energy(self, x):
+        return self.factor * jnp.sum(x**2)
 
 
 def test_methods():
@@ -480,10 +473,7 @@ def test_a_file_is_found_again_for_exactly_the_same(tmp_path, monkeypatch):
         patch.setattr(jax, "__version__", "0.99")
         assert saved.find(kernel, X) is None
 
-    class Other:
-        device_kind = "another"
-
-    monkeypatch.setattr(jax, "devices", lambda: [Other])
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="another")])
     assert saved.find(kernel, X) is None
 
 
