@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Devices that the call chooses, such as `devices="all"`, for batches of any length."""
 
-from __future__ import annotations
-
+import dataclasses
 import functools
+import os
 import re
 
 import jax
@@ -14,16 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rankax
-from helpers import weekly
-from rankax import (
-    SplitKey,
-    auto_vmap,
-    chunked_hessian,
-    chunked_jacfwd,
-    chunked_jacrev,
-    chunked_reduce,
-    chunked_vmap,
-)
+from fuzz import programs
+from helpers import refusal, weekly
+from rankax import SplitKey, auto_vmap, chunked_jacfwd, chunked_jacrev, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
 from sharding import (
     ODD,
@@ -36,9 +29,9 @@ from sharding import (
     kernel,
     loss_of,
     mesh_of,
+    naming,
     on,
     put,
-    refused,
     same,
     scalar,
     sent,
@@ -87,8 +80,11 @@ def test_basis_vectors_of_a_jacobian_are_items(mesh, jacobian):
 
 @on("Auto")
 def test_basis_vectors_of_a_hessian_are_items(mesh):
-    hessian = chunked_hessian(lambda x: jnp.sum(waves(x)), chunk_size=7, devices="all")
-    want = jax.jit(jax.hessian(lambda x: jnp.sum(waves(x))))(data(100))
+    def energy(x):
+        return jnp.sum(waves(x))
+
+    hessian = rankax.chunked_hessian(energy, chunk_size=7, devices="all")
+    want = jax.jit(jax.hessian(energy))(data(100))
     same(hessian(data(100)), want, rtol=1e-3, atol=1e-2)
 
 
@@ -200,13 +196,9 @@ def test_devices_are_chosen(mesh):
                     chunked_vmap(scalar, 7, (0, None)),
                 ):
                     same(call(x, W), plain(x, W))
-            refused(
-                ValueError,
-                f"scalar(): devices=2 names 2 devices, but the call is on another mesh, of "
-                f"{mesh.size} devices; leave out devices= to use it",
-                mapped,
-                X,
-                W,
+            assert refusal(ValueError, mapped, X, W) == (
+                "scalar(): devices=2 names 2 devices, but the call is on another mesh, of "
+                f"{mesh.size} devices; leave out devices= to use it"
             )
 
 
@@ -339,13 +331,9 @@ def test_plans_and_tuning_know_devices(mesh):
 @on("Auto")
 def test_errors_of_devices(mesh):
     mapped = auto_vmap(x=1, w=2, chunk_size=7, devices=99)(scalar)
-    refused(
-        ValueError,
+    assert refusal(ValueError, mapped, X, W) == (
         f"scalar(): devices=99, but JAX has {mesh.size} CPU devices; for more CPU devices, one for "
-        'each core, call jax.config.update("jax_num_cpu_devices", 99) before JAX is first used',
-        mapped,
-        X,
-        W,
+        'each core, call jax.config.update("jax_num_cpu_devices", 99) before JAX is first used'
     )
     there = jax.device_put(X, jax.devices()[1])
     text = (
@@ -362,13 +350,9 @@ def test_errors_of_devices(mesh):
 def test_buckets_are_filled_up_and_shared(mesh):
     filled = auto_vmap(x=1, w=2, jit=True, bucket=(mesh.size + 1,))(scalar)
     x = put(mesh, X[: mesh.size], "d")
-    refused(
-        ValueError,
+    assert refusal(ValueError, filled, x, W) == (
         "scalar(): x is sharded over devices, but bucket= pads it on the host; with devices=, "
-        "the devices share the padded batch",
-        filled,
-        x,
-        W,
+        "the devices share the padded batch"
     )
     same(filled.with_options(devices="all")(x, W), jax.vmap(scalar, (0, None))(X[: mesh.size], W))
 
@@ -414,3 +398,21 @@ def test_stretched_axes_of_any_length(mesh, options):
         lambda x, y, key: x * y + jax.random.normal(key)
     )
     same(drawn(*args), drawn.with_options(devices=None)(*args))
+
+
+# Random programs, against plain JAX on one device.
+
+COUNT = int(os.environ.get("RANKAX_PROGRAMS", "12"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("pairs", 3), weekly("pairs", 2 * COUNT), weekly("calls", COUNT), weekly("lanes", COUNT)],
+)
+@on("Auto")
+def test_random_programs_on_all_devices(mesh, kind, count):
+    drawn = (programs.draw(seed, kind) for seed in range(5 * count))
+    maps = [program for program in drawn if program.caller in ("auto_vmap", "chunked_vmap")]
+    for program in maps[:count]:
+        with naming(program):
+            dataclasses.replace(program, options=program.options | {"devices": "all"}).check()

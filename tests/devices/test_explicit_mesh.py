@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -14,36 +12,18 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers import weekly
+from helpers import refusal, weekly
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
-from sharding import (
-    N,
-    W,
-    X,
-    data,
-    from_0_10_1,
-    inside,
-    mesh_of,
-    naming,
-    on,
-    put,
-    refused,
-    same,
-    scalar,
-)
+from sharding import N, W, X, data, from_0_10_1, mesh_of, naming, on, put, same, scalar
 
 
 @on("Explicit")
 def test_check_refuses_explicit_axes(mesh):
     mapped = auto_vmap(x=1, w=2)(scalar)
-    refused(
-        TypeError,
+    assert refusal(TypeError, mapped.check, put(mesh, X, "d"), W) == (
         "scalar.check: an array is on a mesh with explicit axes, where items cannot be picked; "
-        "pass jax.device_get(...) of the arguments",
-        mapped.check,
-        put(mesh, X, "d"),
-        W,
+        "pass jax.device_get(...) of the arguments"
     )
     assert mapped.check(X, W).items
 
@@ -71,10 +51,9 @@ def test_a_program_whose_arguments_are_on_no_mesh(mesh):
 @on("Explicit")
 def test_all_items_are_finite(mesh):
     fun = auto_vmap(x=1, w=2, chunk_size=2)(scalar)
-    with inside(mesh):
-        for gradient in (False, True):
-            found = fun.nonfinite(put(mesh, X, "d"), put(mesh, W), gradient=gradient)
-            assert found.count == 0
+    for gradient in (False, True):
+        found = fun.nonfinite(put(mesh, X, "d"), put(mesh, W), gradient=gradient)
+        assert found.count == 0
 
 
 # Kernels of one vector of three numbers, one for each kind of program that JAX can trace.
@@ -125,29 +104,27 @@ KINDS = {
 }
 
 
-FRONT_ENDS = {
-    "chunked_vmap": (lambda f: chunked_vmap(f, 2), lambda out: out),
-    "auto_vmap": (lambda f: auto_vmap(1, chunk_size=4)(f), lambda out: out),
-    "chunked_reduce": (lambda f: chunked_reduce(f, "max", 2), lambda out: jnp.max(out, axis=0)),
-}
-
-
 def all_kinds(v):
     return {kind: KINDS[kind](v[kind]) for kind in v}
 
 
+plain = jax.vmap(all_kinds)
+
+
+def plain_max(x):
+    return jax.tree.map(lambda out: jnp.max(out, axis=0), plain(x))
+
+
+# What each front end makes of the kernels, and what that means on one device.
+FRONT_ENDS = {
+    "chunked_vmap": (lambda: chunked_vmap(all_kinds, 2), plain),
+    "auto_vmap": (lambda: auto_vmap(1, chunk_size=4)(all_kinds), plain),
+    "chunked_reduce": (lambda: chunked_reduce(all_kinds, "max", 2), plain_max),
+}
+
+
 def of_kinds(mesh, kinds):
     return dict.fromkeys(kinds, data(6 * mesh.size, 3) + 1.5)
-
-
-def plain_values(x):
-    """Return what each front end should find, computed on one device."""
-
-    def values(x):
-        out = jax.vmap(all_kinds)(x)
-        return {name: jax.tree.map(reduce, out) for name, (_, reduce) in FRONT_ENDS.items()}
-
-    return jax.tree.map(np.asarray, jax.jit(values)(x))
 
 
 def same_kinds(found, want):
@@ -164,13 +141,14 @@ SOME_KINDS = ("scan", "nested chunked_vmap", "key")
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @on("Explicit", enter=False)
 def test_kernels_on_an_explicit_mesh(mesh, wrap, kinds):
-    plain = of_kinds(mesh, kinds)
-    x, want = put(mesh, plain, "d"), plain_values(plain)
+    x = of_kinds(mesh, kinds)
+    want = jax.jit(lambda x: {name: one(x) for name, (_, one) in FRONT_ENDS.items()})(x)
+    want, x = jax.tree.map(np.asarray, want), put(mesh, x, "d")
     for name, (front, _) in FRONT_ENDS.items():
         spread = NamedSharding(mesh, P() if name == "chunked_reduce" else P("d"))
         for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):
             with enter:
-                found = wrap(front(all_kinds))(x)
+                found = wrap(front())(x)
                 same_kinds({name: found}, want)
                 for path, out in jax.tree.leaves_with_path(found):
                     assert out.sharding.is_equivalent_to(spread, out.ndim), path
@@ -199,14 +177,9 @@ def test_gradients_on_an_explicit_mesh(mesh, kinds, apart):
         calls = {"map": mapped, "Best": best, "max": of_apart}
         return {name: jax.grad(loss)(x, f) for name, f in calls.items()}
 
-    plain = jax.vmap(all_kinds)
-
     def plain_best(x):
         out = plain(x)
         return jax.tree.map(lambda leaf: leaf[jnp.argmax(out["einsum"])], out)
-
-    def plain_max(x):
-        return jax.tree.map(lambda out: jnp.max(out, axis=0), plain(x))
 
     want = jax.jit(functools.partial(gradients, plain, plain_best, plain_max))(x)
     with jax.set_mesh(mesh):

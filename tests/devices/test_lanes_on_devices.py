@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Items that end by themselves, on several devices."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,10 +38,7 @@ def test_noise_and_progress_of_items_that_end_alone(mesh):
 
         return lax.while_loop(lambda state: state[0] > 0, body, (n, jnp.float32(0)))[1]
 
-    def told(*now):
-        seen.append(now)
-
-    n = jnp.arange(ODD) % 5
+    n, told = jnp.arange(ODD) % 5, lambda *now: seen.append(now)
     options = {"chunk_size": 3, "lockstep": False, "devices": "all", "progress": told}
     drawn = auto_vmap(n=0, key=SplitKey, **options)(noisy)(n, key)
     same(drawn, jax.jit(jax.vmap(noisy))(n, jax.random.split(key, ODD)))

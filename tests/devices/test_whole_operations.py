@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What XLA would divide wrongly, or with a collective in each step, if it saw a sharded axis."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

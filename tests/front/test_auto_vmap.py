@@ -14,6 +14,7 @@ from hypothesis import given
 
 from helpers import assert_same, slow
 from rankax import Static, auto_vmap
+from situations.plain import item_by_item
 
 
 class Pair(NamedTuple):
@@ -28,17 +29,6 @@ class Leaf:
     value: Any
     rank: int
 
-    def item(self, index: tuple[int, ...]) -> Any:
-        """Return what the kernel sees at one index of the whole batch."""
-        batch = np.shape(self.value)[: np.ndim(self.value) - self.rank]
-        own = index[len(index) - len(batch) :]
-        key = tuple(0 if n == 1 else i for i, n in zip(own, batch, strict=True))
-        return self.value[key] if batch else self.value
-
-
-def is_leaf(node: Any) -> bool:
-    return isinstance(node, Leaf)
-
 
 def is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
@@ -50,11 +40,7 @@ def array(dtype: Any, batch: tuple[int, ...], core: tuple[int, ...] = ()) -> Lea
     return Leaf(jnp.asarray(numbers > 0 if dtype == "bool" else numbers * 3, dtype), len(core))
 
 
-def keys(batch: tuple[int, ...]) -> Leaf:
-    return Leaf(jax.random.split(jax.random.key(7), batch), 0)
-
-
-WIDE = array("float32", (3,), (2,))
+WIDE, KEYS = array("float32", (3,), (2,)), Leaf(jax.random.split(jax.random.key(7), (2, 1)), 0)
 
 # Each kind of argument reaches a kernel in two ways: by itself, and as one of a compiled program.
 OPTIONS = pytest.mark.parametrize("options", [{"chunk_size": 2}, {"jit": True}], ids=str)
@@ -67,7 +53,7 @@ CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
         {"chunk_size": 5},
     ),
     "numbers of Python": ([{"b": Leaf(3, 0), "a": [WIDE]}, Leaf(True, 0)], {"chunk_size": 2}),
-    "keys in a tuple": ([(keys((2, 1)), {"k": array("bool", (3,))})], {"chunk_size": 3}),
+    "keys in a tuple": ([(KEYS, {"k": array("bool", (3,))})], {"chunk_size": 3}),
     "NumPy in a named tuple": (
         [
             Pair(Leaf(np.ones((2, 3, 1), np.float32), 1), array("int32", (3,))),
@@ -108,33 +94,21 @@ def kernel(a: Any, b: Any = None, c: Any = None, *, mode: str) -> dict[str, Any]
     }
 
 
-def by_loop(trees: list[Any], mode: str) -> Any:
-    every = jax.tree.leaves(trees, is_leaf=is_leaf)
-    batch_shape = np.broadcast_shapes(
-        *(np.shape(leaf.value)[: np.ndim(leaf.value) - leaf.rank] for leaf in every)
-    )
-
-    def at(index: tuple[int, ...]) -> Any:
-        items = jax.tree.map(lambda leaf: leaf.item(index), trees, is_leaf=is_leaf)
-        return one(*items, mode=mode)
-
-    one = jax.jit(kernel, static_argnames="mode")
-    outs = [at(index) for index in np.ndindex(batch_shape)]
-    return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(batch_shape + jnp.shape(xs[0])), *outs)
-
-
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("mode", "by_name"), [("up", 0), slow("down", 2)])
 def test_agrees_with_a_loop_over_every_index(name, mode, by_name):
     trees, options = CALLS[name]
     options = dict(options)
-    plain_ranks = jax.tree.map(lambda leaf: leaf.rank, trees, is_leaf=is_leaf)
+    plain_ranks = jax.tree.map(lambda leaf: leaf.rank, trees)
     mapped = auto_vmap(*options.pop("ranks", plain_ranks), **options)(kernel)
-    values = jax.tree.map(lambda leaf: leaf.value, trees, is_leaf=is_leaf)
+    values = jax.tree.map(lambda leaf: leaf.value, trees)
     positional = max(0, len(values) - by_name)
     named = dict(zip("abc"[positional:], values[positional:], strict=False))
     got = mapped(*values[:positional], **named, mode=mode)
-    assert_same(got, by_loop(trees, mode), rtol=1e-3, atol=1e-3)
+    arrays, tree = jax.tree.flatten(values)
+    one = lambda *xs: kernel(*tree.unflatten(xs), mode=mode)  # noqa: E731
+    want = item_by_item(one, jax.tree.leaves(plain_ranks), *arrays)
+    assert_same(got, want, rtol=1e-3, atol=1e-3)
 
 
 # What becomes of a program.
@@ -195,27 +169,6 @@ def test_without_batch_axes_the_kernel_is_simply_called():
     assert received[1] is args[1]
 
 
-def test_an_axis_of_length_one_everywhere_stays_in_the_output():
-    mapped = auto_vmap(0, 1, chunk_size=2)(lambda s, v: s * v)
-    v = jnp.arange(15.0).reshape(1, 5, 1, 3)
-    assert_same(mapped(jnp.full((1, 1), 2.0), v), 2 * v)
-
-
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"jit": True}])
-def test_the_kernel_is_traced_once_a_call(options):
-    traces = 0
-
-    @auto_vmap(0, 1, **options)
-    def f(s, v):
-        nonlocal traces
-        traces += 1
-        return s * v.sum()
-
-    for count in range(1, 3):
-        f(jnp.ones((7, 1)), jnp.ones((5, 3)))
-        assert traces == (1 if "jit" in options else count)
-
-
 # Transformations of the result.
 
 
@@ -250,7 +203,14 @@ def transformed(**options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"chunk_size": None}, {"chunk_size": 3}, {"chunk_size": 3, "checkpoint": False}]
+    "options",
+    [
+        {"chunk_size": None},
+        {"chunk_size": 3},
+        {"chunk_size": 3, "checkpoint": False},
+        {"chunk_size": 3, "jit": True},
+    ],
+    ids=str,
 )
 def test_transformations_of_the_result(options):
     assert_same(transformed(**options), transformed())
@@ -260,12 +220,15 @@ def test_transformations_of_the_result(options):
 
 
 @OPTIONS
-def test_python_scalars_stay_weakly_typed(options):
+def test_python_scalars_and_weak_arrays_stay_weakly_typed(options):
     mapped = auto_vmap(0, 0, **options)(lambda a, b: a * b)
     halves = jnp.ones(3, jnp.float16)
     assert mapped(2.0, halves).dtype == jnp.float16
     assert mapped(halves, 2).dtype == jnp.float16
     assert jnp.asarray(mapped(2, 3.0)).weak_type
+    weak = jax.vmap(lambda _: 2.0)(halves)
+    assert weak.weak_type
+    assert mapped(weak, halves).dtype == jnp.float16
 
 
 def test_an_unmapped_scalar_reaches_the_kernel_as_it_came():
@@ -273,13 +236,6 @@ def test_an_unmapped_scalar_reaches_the_kernel_as_it_came():
     auto_vmap(0, 0, 0)(lambda a, b, c: received.extend([a, b]) or c)(2.5, True, jnp.ones(3))
     assert received == [2.5, True]
     assert [type(value) for value in received] == [float, bool]
-
-
-def test_weak_arrays_stay_weak_in_a_batch():
-    weak = jax.vmap(lambda _: 2.0)(jnp.ones(3))
-    assert weak.weak_type
-    mapped = auto_vmap(0, 0, chunk_size=2)(lambda a, b: a * b)
-    assert mapped(weak, jnp.ones(3, jnp.float16)).dtype == jnp.float16
 
 
 class HasArray:
@@ -412,36 +368,6 @@ def test_rank_trees_on_variadic_parameters_hold_for_each(options):
     assert f.plan((s, v), one={"w": s}).leaves[2].path == "named['one']['w']"
 
 
-class Scaler:
-    factor = 2.0
-
-    def __init__(self, offset):
-        self.offset = offset
-
-    @classmethod
-    @auto_vmap(v=1)
-    def inner_class(cls, v):
-        return jnp.sum(v) * cls.factor
-
-    @staticmethod
-    @auto_vmap(1)
-    def inner_static(v):
-        return jnp.sum(v)
-
-    @auto_vmap(v=1)
-    def __call__(self, v):
-        return jnp.sum(v) - self.offset
-
-
-def test_methods_of_every_kind():
-    """Of methods, and of those that are decorated last, test_wrapper.py has some."""
-    total, item = jnp.sum(V5, axis=1), Scaler(3.0)
-    assert_same(item(V5), total - 3)
-    for owner in (Scaler, item):
-        assert_same(owner.inner_class(V5), total * 2)
-        assert_same(owner.inner_static(V5), total)
-
-
 def test_a_parameter_called_self_can_be_passed_by_name():
     mapped = auto_vmap(self=0)(lambda self, args, kwargs: self + args + kwargs)
     assert_same(mapped(self=jnp.arange(3.0), args=1.0, kwargs=2.0), jnp.arange(3.0) + 3)
@@ -449,13 +375,10 @@ def test_a_parameter_called_self_can_be_passed_by_name():
 
 
 def test_partials():
-    def f(a, s, v, scale=1.0):
-        return a * s * jnp.sum(v) * scale
-
-    total = jnp.sum(V5, axis=1)
-    assert_same(auto_vmap(0, 1)(functools.partial(f, 3.0))(2.0, V5), 6 * total)
-    named = auto_vmap(a=0, v=1)(functools.partial(f, s=2.0, scale=0.5))
-    assert_same(named(jnp.arange(5.0), v=V5), jnp.arange(5.0) * total)
+    """That give names; test_wrapper.py has one that gives the first argument."""
+    f = functools.partial(lambda a, s, v, scale: a * s * jnp.sum(v) * scale, s=2.0, scale=0.5)
+    got = auto_vmap(a=0, v=1)(f)(jnp.arange(5.0), v=V5)
+    assert_same(got, jnp.arange(5.0) * jnp.sum(V5, axis=1))
 
 
 @OPTIONS
@@ -479,12 +402,8 @@ def test_structures_of_two_calls_are_not_mixed_up():
 def test_a_plan_never_has_more_in_flight_than_asked(axes, chunk_size):
     first = tuple(n if who & 1 else 1 for n, who in axes)
     second = tuple(n if who & 2 else 1 for n, who in axes)
-    mapped = auto_vmap(0, 1, chunk_size=chunk_size)(lambda s, v: v * s)
-    args = (
-        jax.ShapeDtypeStruct(first, jnp.float32),
-        jax.ShapeDtypeStruct((*second, 3), jnp.float32),
-    )
-    plan = mapped.plan(*args)
+    args = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (first, (*second, 3)))
+    plan = auto_vmap(0, 1, chunk_size=chunk_size)(lambda s, v: v * s).plan(*args)
     assert plan.batch_shape == np.broadcast_shapes(first, second)
     assert plan.in_flight <= max(chunk_size, 1)
     # Each level at least half fills the room that the inner ones leave.

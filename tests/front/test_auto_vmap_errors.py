@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Every mistake that `auto_vmap` can know of, and the text that explains it."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -123,21 +122,6 @@ def test_kernels_that_cannot_be_decorated(text, decorate):
     assert refusal(TypeError, decorate) == text
 
 
-def test_a_callable_rank_tree_among_the_ranks_is_a_rank_tree():
-    @functools.partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=[])
-    @dataclasses.dataclass
-    class Model:
-        w: Any
-        b: Any
-
-        def __call__(self, x):
-            return jnp.dot(self.w, x) + self.b
-
-    mapped = auto_vmap(Model(1, 0), 1)(lambda model, x: model(x))
-    got = mapped(Model(jnp.ones((4, 3)), jnp.arange(4.0)), jnp.arange(3.0))
-    np.testing.assert_array_equal(got, [3.0, 4.0, 5.0, 6.0])
-
-
 # When calling. With `jit` the same texts, before the kernel is traced.
 
 
@@ -172,7 +156,6 @@ BY_TREE = pairs("mass", "pos", "jax.tree.map(lambda x: x[:, None], mass)")
 
 # The ranks, the arguments, and the advice below the table.
 HINTS = {
-    "two": ((0, 1), (ones(4), ones(5, 3)), [pairs("mass", "pos", "mass[:, None]")]),
     "a tree": ((TREE, 1), (ORBIT, ones(4, 3)), [BY_TREE]),
     # `jax.tree.map` would add an axis to what is shared, and to what is left alone.
     "a shared leaf": ((TREE, 1), ({"x": ones(5), "y": ones(2)}, ones(4, 3)), []),
@@ -232,9 +215,6 @@ def test_a_core_dimension_that_is_the_batch_axis(decorate):
         "Batch axes come first; if the last axis of pos is the batch axis, pass "
         "jnp.moveaxis(pos, -1, 0)."
     )
-    f = decorate("n", "n m")(untraced)
-    text = text_of(CoreDimensionError, f, ones(3), ones(9, 4, 5))
-    assert text.endswith("\n\nDimension n is 3 (mass) and 4 (pos).")
 
 
 class Series:

@@ -54,18 +54,6 @@ def total(fun):
     )
 
 
-def lengths_of(call):
-    """Return the lengths for which a function is traced, once for each time."""
-    seen = []
-
-    def noted(x):
-        seen.append(len(x))
-        return x * 2
-
-    call(noted)
-    return seen
-
-
 @pytest.mark.parametrize("chunk_size", [None, 3, slow(6)])
 def test_values_and_gradients(chunk_size):
     kernel = BATCHED.with_options(chunk_size=chunk_size)
@@ -185,14 +173,21 @@ def test_vmap_from_outside():
     close(*jax.jit(lambda: [each(f) for f in (scaled, lambda w, x: jnp.tanh(x @ w))])())
 
 
-def test_lengths():
-    assert lengths_of(lambda f: auto_vmap(1, batched=True)(f)(X)) == [1, 20]
-    assert lengths_of(lambda f: auto_vmap(1, batched=True, chunk_size=7)(f)(X)) == [1, 7]
-    assert lengths_of(lambda f: auto_vmap(1, batched=True, chunk_size=5)(f)(X[:, :1])) == [1, 4]
-    largest = 3000  # of which a CPU would evaluate 1024 items at once
-    x = jnp.ones((largest * 2, 1))
-    kernel = {"batched": True, "chunk_size": largest, "reduce": "sum"}
-    assert lengths_of(lambda f: auto_vmap(1, **kernel)(f)(x)) == [1, largest]
+@pytest.mark.parametrize(
+    ("options", "x", "lengths"),
+    [
+        ({}, X, [1, 20]),
+        ({"chunk_size": 7}, X, [1, 7]),
+        ({"chunk_size": 5}, X[:, :1], [1, 4]),
+        # Of a reduction, a CPU would evaluate 1024 items at once.
+        ({"chunk_size": 3000, "reduce": "sum"}, np.ones((6000, 1), np.float32), [1, 3000]),
+    ],
+    ids=["all", "uneven", "even", "sum"],
+)
+def test_lengths(options, x, lengths):
+    seen = []
+    auto_vmap(1, batched=True, **options)(lambda x: seen.append(len(x)) or x * 2)(x)
+    assert seen == lengths
 
 
 def test_an_exported_program_of_any_length():

@@ -38,22 +38,14 @@ def of_tree(tree):
 TREE = {"pose": Pose(jnp.array([0, 0.5, 1]), jnp.float32(2)), "scale": jnp.array([0.5, -1.5])}
 
 
-def of_two(x, y):
-    return jnp.sum(x) * y**2
-
-
 X = jnp.asarray(np.linspace(0.1, 1, 5))
 C = jnp.asarray(np.linspace(0.1, 0.55, 3) + 2j)
-
-
-def times_integers(tree):
-    return tree["x"] * tree["n"].astype(jnp.float32)[0]
 
 
 # A function, its arguments, and those of the transformation.
 CASES = {
     "tree": (of_tree, (TREE,), {}),
-    "two arguments": (of_two, (X, X[:3]), {"argnums": (1, 0)}),
+    "two arguments": (lambda x, y: jnp.sum(x) * y**2, (X, X[:3]), {"argnums": (1, 0)}),
     "weak and not": (lambda x, y: (x * 1.5, x + y), (0.5, X), {"argnums": (0, 1)}),
     "aux": (lambda x: (jnp.sin(x) * jnp.sum(x), {"a": x[0]}), (X,), {"has_aux": True}),
     "holomorphic": (lambda z: z**2 * z[0], (C,), {"holomorphic": True}),
@@ -64,7 +56,11 @@ CASES = {
     "complex output": (lambda x: lax.complex(x, 2 * x), (X,), {}),
     "complex inputs": (lambda z: jnp.abs(z) ** 2, (C,), {}),
     "integers as outputs": (lambda x: {"n": 2, "x": x}, (X,), {}),
-    "integers": (times_integers, ({"n": jnp.arange(3), "x": X},), {"allow_int": True}),
+    "integers": (
+        lambda tree: tree["x"] * tree["n"].astype(jnp.float32)[0],
+        ({"n": jnp.arange(3), "x": X},),
+        {"allow_int": True},
+    ),
 }
 
 
@@ -122,16 +118,17 @@ def test_keywords_and_what_is_no_array():
     assert_same(chunked_jacfwd(fun, chunk_size=2)(X, "any", power=3), want)
 
 
+def coupled(x):
+    return jnp.sin(x) * jnp.sum(x**2)
+
+
 @pytest.mark.parametrize(("mode", "order"), [("jacfwd", jax.jacrev), ("jacrev", jax.jacfwd)])
 def test_jacobians_have_derivatives(mode, order):
-    def fun(x):
-        return jnp.sin(x) * jnp.sum(x**2)
-
     def both(jacobian):
         return order(jacobian)(X), jax.vmap(jacobian)(jnp.stack([X, -X]))
 
     plain, chunked = TRANSFORMATIONS[mode]
-    got, want = jax.jit(lambda: (both(chunked(fun, chunk_size=2)), both(plain(fun))))()
+    got, want = jax.jit(lambda: (both(chunked(coupled, chunk_size=2)), both(plain(coupled))))()
     assert_same(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -236,13 +233,8 @@ def test_rows_have_the_types_of_the_jacobian(mode, narrow, wide, rtol):
         return jnp.sin(weights @ x[::-1].astype(wide))
 
     jacobian = jax.jit(plain(fun))(x)
-    ways = {
-        "gram": lambda j: j.T @ j,
-        "diagonal": jnp.diagonal,
-        "trace": jnp.trace,
-        "sum": lambda j: j.sum(0),
-        "max": lambda j: j.max(0),
-    }
+    ways = {"gram": lambda j: j.T @ j, "diagonal": jnp.diagonal, "trace": jnp.trace}
+    ways |= {name: ROWS[name] for name in ("sum", "max")}
     got = jax.jit(lambda x: {way: chunked(fun, reduce=way, chunk_size=3)(x) for way in ways})(x)
     want = {way: by_hand(jacobian) for way, by_hand in ways.items()}
     assert_same(got, want, rtol=rtol, atol=rtol)
@@ -283,15 +275,12 @@ def test_the_gram_matrix_of_a_complex_jacobian(fun, z, chunked):
 def test_reduced_rows_have_derivatives(mode):
     plain, chunked = TRANSFORMATIONS[mode]
 
-    def fun(x):
-        return jnp.sin(x) * jnp.sum(x**2)
-
     def by_hand(x, weights):
-        jacobian = plain(fun)(x)
+        jacobian = plain(coupled)(x)
         return jnp.sum(jnp.cos(jacobian.T @ (weights[:, None] * jacobian)))
 
     def reduced(x, weights):
-        return jnp.sum(jnp.cos(chunked(fun, reduce=reductions.Gram(weights), chunk_size=2)(x)))
+        return jnp.sum(jnp.cos(chunked(coupled, reduce=reductions.Gram(weights), chunk_size=2)(x)))
 
     weights = jnp.linspace(0.5, 1, 5)
     both = jax.jit(lambda *args: [jax.grad(f, (0, 1))(*args) for f in (reduced, by_hand)])

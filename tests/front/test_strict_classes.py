@@ -5,6 +5,7 @@ JAX rebuilds a class with arrays, for one item or for all. Whatever else stood i
 way (a shape, a dtype, the items of one chunk, a zero that stands for a tangent) would be refused.
 """
 
+import functools
 import operator
 
 import jax
@@ -18,8 +19,19 @@ from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 LENGTH = 5
 
 
+class Rebuilt:
+    """Is made by its constructor, which may check or convert, of what JAX gives it."""
+
+    def tree_flatten(self):
+        return tuple(vars(self).values()), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
 @jax.tree_util.register_pytree_node_class
-class Normal:
+class Normal(Rebuilt):
     """Converts its parameters, whose shapes must be that of one item or of all."""
 
     def __init__(self, mean, scale):
@@ -30,16 +42,9 @@ class Normal:
         for value in (self.mean, self.scale):
             assert value.shape in ((), (LENGTH,)), value.shape
 
-    def tree_flatten(self):
-        return (self.mean, self.scale), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
 
 @jax.tree_util.register_pytree_node_class
-class State:
+class State(Rebuilt):
     """Holds scalars, and nothing else."""
 
     def __init__(self, x):
@@ -47,16 +52,9 @@ class State:
         assert isinstance(x, jax.Array)
         self.x = x
 
-    def tree_flatten(self):
-        return (self.x,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
 
 @jax.tree_util.register_pytree_node_class
-class Freely(Normal):
+class Freely(Rebuilt):
     """Takes arrays of any one length, because a scan may keep only some of its outputs."""
 
     def __init__(self, mean, scale):
@@ -67,7 +65,7 @@ class Freely(Normal):
 
 
 @jax.tree_util.register_pytree_node_class
-class Plane(State):
+class Plane(Rebuilt):
     """Holds one item, or all of a batch with two axes."""
 
     def __init__(self, x):
@@ -136,28 +134,20 @@ def test_chunked_with_axes(chunk_size):
     assert_same(gradient, jax.jit(jax.grad(lambda tree: total(by_hand(tree))))(tree))
 
 
+# A scan, and which outputs it keeps.
 SCANS = {
-    "sliced": lambda f, init, xs: sliced_scan(f, init, xs, start=1, step=2),
-    "sliced backwards": lambda f, init, xs: sliced_scan(f, init, xs, start=-2, step=-2),
-    "checkpointed": lambda f, init, xs: checkpoint_chunked_scan(f, init, xs, chunk_size=2),
-}
-WINDOWS = {
-    "sliced": slice(1, None, 2),
-    "sliced backwards": slice(-2, None, -2),
-    "checkpointed": slice(None),
+    "sliced": (functools.partial(sliced_scan, start=1, step=2), slice(1, None, 2)),
+    "backwards": (functools.partial(sliced_scan, start=-2, step=-2), slice(-2, None, -2)),
+    "checkpointed": (functools.partial(checkpoint_chunked_scan, chunk_size=2), slice(None)),
 }
 
 
-def plain(name):
-    def scan(f, init, xs):
+@pytest.mark.parametrize(("scan", "window"), SCANS.values(), ids=SCANS)
+def test_as_carry_inputs_and_outputs_of_a_scan(scan, window):
+    def plain(f, init, xs):
         carry, ys = lax.scan(f, init, xs)
-        return carry, jax.tree.map(lambda y: y[WINDOWS[name]], ys)
+        return carry, jax.tree.map(lambda y: y[window], ys)
 
-    return scan
-
-
-@pytest.mark.parametrize("name", SCANS)
-def test_as_carry_inputs_and_outputs_of_a_scan(name):
     def body(state, x):
         state = State(jnp.sin(state.x) * x.scale + x.mean)
         return state, Freely(x.mean * state.x, state.x)
@@ -169,5 +159,5 @@ def test_as_carry_inputs_and_outputs_of_a_scan(name):
 
         return jax.grad(loss, (0, 1), has_aux=True)(jnp.asarray(0.3), Normal(M, 1 - M))
 
-    want = jax.jit(lambda: end_and_gradients(plain(name)))()
-    assert_same(end_and_gradients(SCANS[name]), want)
+    want = jax.jit(lambda: end_and_gradients(plain))()
+    assert_same(end_and_gradients(scan), want)

@@ -82,14 +82,13 @@ CASES = {
 }
 
 
-def loss(f, *args):
-    """Weigh every output differently, and hand the outputs out too."""
-    outs = f(*args)
-    return functools.reduce(jnp.add, [jnp.vdot(out, out) for out in jax.tree.leaves(outs)]), outs
-
-
 def outputs_and_gradients(f, *args):
-    gradients, outs = jax.grad(loss, argnums=(1, 2), has_aux=True)(f, *args)
+    def loss(*args):
+        outs = f(*args)
+        squares = [jnp.vdot(out, out) for out in jax.tree.leaves(outs)]
+        return functools.reduce(jnp.add, squares), outs
+
+    gradients, outs = jax.grad(loss, argnums=(0, 1), has_aux=True)(*args)
     return outs, gradients
 
 

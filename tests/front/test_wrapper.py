@@ -77,6 +77,7 @@ def test_partials_and_objects_are_named_and_described():
     assert mapped.__name__ == "kernel"
     assert mapped.__doc__ == kernel.__doc__
     assert inspect.signature(mapped) == inspect.signature(functools.partial(kernel, 3.0))
+    assert_same(mapped(X), 6 * X)
 
     class Affine:
         """Shift and scale."""
@@ -204,20 +205,6 @@ def test_a_call_keeps_no_argument_alive():
     assert [reference() for reference in references] == [None, None]
 
 
-def test_decorated_kernels_call_each_other():
-    @auto_vmap(1, 1)
-    def squared(p, q):
-        return jnp.sum((p - q) ** 2)
-
-    @auto_vmap(1, 2, chunk_size=2, jit=True)
-    def least(p, others):
-        return jnp.min(squared(p, others))
-
-    others = np.asarray(X[:2] + 0.5)
-    assert_same(least(X, others), np.min(np.sum((np.asarray(X)[:, None] - others) ** 2, 2), 1))
-    assert_same(auto_vmap(2)(Body(2.0).pull)(X[None]), Body(2.0).pull(X)[None])
-
-
 def test_methods_are_inherited_and_call_their_super():
     comet = Comet(2.0)
     pull = -2 * X / jnp.sum(X**2, axis=1, keepdims=True)
@@ -230,6 +217,8 @@ def test_methods_are_inherited_and_call_their_super():
     assert_same(Comet.unit.with_options(chunk_size=2)(X), X + 1)
     for owner in (Comet, comet):  # inherited, as for a function
         assert inspect.getdoc(owner.pull) == "Pull towards the origin."
+        assert_same(owner.total(X), jnp.sum(X, axis=1) * 5)
+        assert_same(owner.largest(X), jnp.max(X, axis=1))
     assert str(inspect.signature(comet.pull)) == "(x)"
 
 
@@ -240,6 +229,7 @@ def test_bound_methods_are_like_those_of_functions():
     assert (pull.__name__, pull.__qualname__) == ("pull", "Body.pull")
     assert pull.__module__ == "wrapper_kernels"
     assert_same(pull.__wrapped__(X[0]), pull(X[0]))
+    assert_same(auto_vmap(2)(pull)(X[None]), pull(X)[None])
     assert {pull: 1}[body.pull] == 1
     assert pull not in (twin.pull, body.pull.with_options(chunk_size=3))
     assert inspect.isroutine(pull)

@@ -36,6 +36,16 @@ class Body:
     def norm(x):
         return jnp.dot(x, x)
 
+    @classmethod
+    @auto_vmap(x=1)
+    def total(cls, x):
+        return jnp.sum(x) * len(cls.__name__)
+
+    @staticmethod
+    @auto_vmap(1)
+    def largest(x):
+        return jnp.max(x)
+
 
 class Comet(Body):
     @auto_vmap(x=1)

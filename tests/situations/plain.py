@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["item_by_item"]
+__all__ = ["item_by_item", "wave"]
+
+
+def wave(*shape: int) -> jax.Array:
+    return jnp.sin(jnp.arange(float(np.prod(shape)), dtype=jnp.float32)).reshape(shape)
 
 
 def item_by_item(fun: Callable[..., Any], ranks: Sequence[int], *arrays: Any) -> Any:

@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 
 from helpers import assert_same, slow
-from plain import item_by_item
+from plain import item_by_item, wave
 from rankax import Mask, Ragged, SplitKey, auto_vmap, chunked_vmap
-
-
-def wave(*shape):
-    return jnp.sin(jnp.arange(float(np.prod(shape)), dtype=jnp.float32)).reshape(shape)
 
 
 def test_successive_axes_of_length_one():

@@ -161,7 +161,7 @@ def test_a_kernel_inside_a_kernel():
     assert jax.vmap(distance.__wrapped__)(x, y).shape == (3,)
     assert_same(distance(x, y), jnp.linalg.norm(x - y))
 
-    @auto_vmap(cloud=2, chunk_size=2)
+    @auto_vmap(cloud=2, chunk_size=2, jit=True)
     def diameter(cloud):
         return jnp.max(distance(cloud[:, None], cloud))
 

@@ -7,13 +7,9 @@ import numpy as np
 from jax import lax
 
 from helpers import assert_same
-from plain import item_by_item
+from plain import item_by_item, wave
 from rankax import Mask, Ragged, auto_vmap
 from rankax.reductions import Sum
-
-
-def wave(*shape):
-    return jnp.sin(jnp.arange(float(np.prod(shape)), dtype=jnp.float32)).reshape(shape)
 
 
 def test_second_derivatives_of_batched_pair_sums():
