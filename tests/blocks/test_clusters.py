@@ -70,6 +70,7 @@ def test_a_kernel_that_was_written_in_place_goes_to_the_workers(client):
     assert float(client.compute(lazy).result()) == 8 * 6
 
 
+@pytest.mark.weekly
 def test_cubed_in_processes(store, tmp_path):
     spec = cubed.Spec(work_dir=str(tmp_path / "work"), allowed_mem="500MB", reserved_mem="0MB")
     t = cubed.from_zarr(store, spec=spec)
