@@ -31,8 +31,9 @@ def test_a_switch_of_the_environment_is_0_or_1(monkeypatch):
     monkeypatch.setenv("RANKAX_XLA_CPU", "maybe")
     with pytest.raises(ValueError, match="RANKAX_XLA_CPU must be 0 or 1, got 'maybe'"):
         switch("RANKAX_XLA_CPU", default=True)
-    monkeypatch.setenv("RANKAX_XLA_CPU", "off")
-    assert not switch("RANKAX_XLA_CPU", default=True)
+    for word, is_on in (("0", False), ("off", False), ("1", True)):
+        monkeypatch.setenv("RANKAX_XLA_CPU", word)
+        assert switch("RANKAX_XLA_CPU", default=not is_on) is is_on
 
 
 def test_errors_are_value_errors():
