@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, at_each_run, compilations, slow, weekly
+from helpers import assert_same, at_each_run, compilations, enable_x64, slow, weekly
 from rankax import checkpoint_chunked_scan, sliced_scan
 from scan_cases import XS, assert_same_weak_types, drift
 
@@ -193,6 +193,14 @@ def test_the_body_is_traced_once(name, length, transform):
 
     jax.eval_shape(jax.jit(transform(total)), jnp.array(0.3))
     assert len(traces) == 1
+
+
+def test_chunks_in_double_precision():
+    """Of other scans, front/test_strict_modes.py has one at each run."""
+    with enable_x64():
+        got, want = (scan(drift, 0.3, jnp.linspace(0.0, 1.0, 10)) for scan in both("chunks"))
+        assert got[0].dtype == jnp.float64
+        assert_same(got, want, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["slice", "chunks", *map(slow, ("checkpoint", "steps"))])
