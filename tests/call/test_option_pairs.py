@@ -161,7 +161,8 @@ AT_MERGE = [
     *(("chunks", "indices"), ("a memory limit", "unlike lengths"), ("jit", "a batch at once")),
     *(("a bucket", "unlike lengths"), ("options of XLA", "keys"), ("a device", "the largest")),
     *(("progress", "a sum"), ("what is kept", "an axis more"), ("what chunks store", "a mask")),
-    *(("unlike lengths", "sines of ours"), ("jit", "the plain program")),
+    *(("unlike lengths", "sines of ours"), ("unlike lengths", "keys")),
+    ("jit", "the plain program"),
 ]
 
 
