@@ -78,7 +78,9 @@ def all_names(call, *args, names=tuple(PLAIN)):
 
 
 @pytest.mark.parametrize(
-    ("axis", "size"), [(0, 6), slow(-1, 1), slow(None, 91), slow((1, 0), None)], ids=str
+    ("axis", "size"),
+    [(0, 6), slow(-1, 1), slow(-1, 91), slow(None, 6), slow((1, 0), 6), slow(None, None)],
+    ids=str,
 )
 def test_values(axis, size):
     found = all_names(lambda name: reduced(name, axis, size), *ARGS)
