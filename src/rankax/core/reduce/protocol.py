@@ -28,6 +28,7 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
   memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and
   reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
   every order is right if the first one is. With `is_linear`, the fold itself is that program.
+* `chosen`: with `Row.picks`, `plain` evaluates so many items again, for the derivative.
 * With ``where``, the accumulations get `Outputs.mask`, and the accumulator says what adds `nothing`
   or asks which items count (`passes.py`).
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.

@@ -3,7 +3,8 @@
 
 The loop only compares items. `TopK`, `BottomK` and `Best` evaluate the winners once more, because a
 state needs their outputs, which no other run can evaluate. `Max` and `Min` do so only if they are
-differentiated; `ArgMax` and `ArgMin` never do. A derivative depends on the winners alone.
+differentiated; `ArgMax` and `ArgMin` never do. A derivative goes back through the winners alone,
+but through all items of a call without loops, and of a row of few items.
 """
 
 import dataclasses
