@@ -24,7 +24,8 @@ PROJECT = Path(__file__).parents[1]
 SOURCE = PROJECT / "src"
 WITH = {"blocks": ("stream", "xarray")}  # what is built on an extension, and goes with it
 LOADERS = ("rankax/ext/__init__.py", "rankax/__init__.py", "rankax/plans.py")
-# How a test fails that uses an option, a method, a name or a file of what was left out.
+# How a test fails that uses an option, a method, a name or a file of what was left out, unless the
+# error names it.
 GONE = re.compile(
     r"no option is called|KeyError: '[a-z_]+'"
     r"|No module named 'rankax\.|cannot import name|has no attribute|no rank is declared"
@@ -112,13 +113,15 @@ def failures(extension: str, args: list[str]) -> list[str]:
     own, other = 0, list[str]()
     for case in cases:
         for part in (*case.findall("failure"), *case.findall("error")):
-            text, test = f"{part.get('message')} {part.text}", str(case.get("name"))
+            text = f"{part.get('message')} {part.text}"
+            where = f"{case.get('classname')}::{case.get('name')}: {text[:300]}"
             # Of a package in another process, no reason is seen.
-            if GONE.search(text) or extension.rstrip("s") in test or "CalledProcess" in text:
+            if GONE.search(text) or extension.rstrip("s") in where or "CalledProcess" in text:
                 own += 1
             else:
-                other.append(f"{case.get('classname')}::{test}: {text[:300]}")
+                other.append(where)
     print(f"without {extension}: {len(cases)} tests, {own} of them use it, {len(other)} fail")
+    print(*other, sep="\n", flush=True)
     return other
 
 
@@ -135,7 +138,6 @@ def main() -> None:
         for name in names or [name for name, users in found.items() if not users]
         for fault in failures(name, args or ["tests"])
     ]
-    print("\n".join(faults))
     sys.exit(bool(faults))
 
 

@@ -4,6 +4,7 @@
 import dataclasses
 import doctest
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from helpers import assert_same
 from rankax import auto_vmap
 from rankax.core import hooks, options
 from rankax.core.protocol import FORMS, TRACED, Form, bool_option, register
+from without import SOURCE, extensions, leave_out
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
@@ -25,6 +27,19 @@ def test_the_page_runs():
     """In a process of its own, because it registers options."""
     subprocess.run([sys.executable, "-m", "doctest", PAGE], check=True, timeout=120)
     assert len(doctest.DocTestParser().get_examples(PAGE.read_text())) > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extension", [name for name, users in extensions().items() if not users])
+def test_a_kernel_runs_without(extension, tmp_path):
+    """Whether the other tests pass is for ``tox -e without`` to say, weekly."""
+    shutil.copytree(SOURCE, tmp_path / "src")
+    leave_out(extension, tmp_path / "src")
+    call = "import rankax, numpy; print(rankax.auto_vmap(1)(sum)(numpy.ones((2, 3))))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
+    command = [sys.executable, "-c", call]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.stdout == "[3. 3.]\n", run.stderr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,6 +111,7 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
 
 # What `help` shows.
 _kind = inspect.Parameter.KEYWORD_ONLY
-_shown = [inspect.Parameter(name, _kind, default=DEFAULTS[name]) for name in Scoped.__annotations__]
+_names = [name for name in Scoped.__annotations__ if name in DEFAULTS]
+_shown = [inspect.Parameter(name, _kind, default=DEFAULTS[name]) for name in _names]
 _shown.append(inspect.Parameter("check", _kind, default=False))
 vars(options)["__signature__"] = inspect.Signature(_shown)
