@@ -468,6 +468,29 @@ def test_the_derivatives_of_a_choice_from_a_whole_row(rows):
     assert_same(*map(derivatives, (found, expected)), rtol=2e-4)
 
 
+def test_outputs_without_a_derivative_are_not_evaluated_again():
+    evaluated = []
+
+    def count(value):
+        evaluated.append(value.size)
+        return value
+
+    def kernel(x, y):
+        aval = jax.ShapeDtypeStruct((), x.dtype)
+        number = jax.pure_callback(count, aval, lax.stop_gradient(x + y), vmap_method="expand_dims")
+        return {"float": number * x, "ints": number.astype("int32") * jnp.arange(50)}
+
+    fun = auto_vmap(0, 0, reduce="max", reduce_axis=-1, chunk_size=40)(kernel)
+
+    def loss(x):
+        found = fun(x, jnp.arange(20.0))
+        return found["float"].sum(), found["ints"]
+
+    jax.block_until_ready(jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.ones((4, 1))))
+    # Each item once, and the winners of the floats again, not those of 50 integers.
+    assert 4 * 20 <= sum(evaluated) <= 4 * (20 + 2)
+
+
 @pytest.mark.parametrize(("name", "at"), [("max", 1), ("min", 2)])
 def test_the_derivative_of_an_extremum_of_all_at_once(name, at):
     values = np.float32([1, 4, 0, 4, 0])

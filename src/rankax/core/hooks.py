@@ -235,7 +235,7 @@ CHOOSERS: Hooks[Callable[[Any, Any, Any], Any]] = Hooks()
 WARNINGS: Hooks[Callable[[Any, Any], None]] = Hooks()
 #: ``(options, jaxpr, plan) -> sentences`` for what ``plan`` prints, of any call
 NOTES: list[Callable[[Any, Any, Any], Iterable[str]]] = []
-#: what an error says of names that are no reductions
+#: what to suggest when ``reduce`` gets an unknown name
 HINTS: dict[str, str] = {}
 
 

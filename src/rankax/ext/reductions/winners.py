@@ -99,12 +99,14 @@ class _Extremum(_Compared):
         return state[..., 0]
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        if row.picks:
-            find = functools.partial(type(self.arg).function, axis=0)
-            pairs = zip(outs, outputs.positions, strict=True)
-            return [row.pick(saved(find(out)), position) for out, position in pairs]
         extreme = functools.partial(type(self).function, axis=0)
-        return [call_with_derivative_of(self._first, extreme, out) for out in outs]
+        if not row.picks:
+            return [call_with_derivative_of(self._first, extreme, out) for out in outs]
+        find = functools.partial(type(self.arg).function, axis=0)
+        return [
+            row.pick(saved(find(out)), position) if has_tangent(aval) else extreme(out)
+            for out, position, aval in zip(outs, outputs.positions, outputs.avals, strict=True)
+        ]
 
     def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
         return [self._first(state) for state in states]
