@@ -127,7 +127,7 @@ def _caches():
     """Choose tiles as if each core had a cache of 1 MiB, whatever this machine has."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("rankax.ext.xla_cpu"):  # which `tox -e without` deletes
-            patch.setattr("rankax.ext.xla_cpu.tiles._cache_bytes", lambda: 2**20)
+            patch.setattr("rankax.ext.xla_cpu.rules._cache_bytes", lambda: 2**20)
         yield
 
 

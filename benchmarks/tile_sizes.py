@@ -42,7 +42,7 @@ SETS = {"training": TRAINING, "held out": HELD_OUT, "the ten newest": NEWER}
 @contextlib.contextmanager
 def forced(tile: int) -> Iterator[None]:
     """Let kernels that are traced in here have tiles of so many items."""
-    with mock.patch("rankax.ext.xla_cpu.tiles.best_tiles", return_value=Tiles(tile, tile)):
+    with mock.patch("rankax.ext.xla_cpu.rules.best_tiles", return_value=Tiles(tile, tile)):
         yield
 
 

@@ -72,7 +72,7 @@ def contestants(case: Case, inputs: Any, gradient: bool, seconds: float) -> dict
     }
     own = kernel.with_options(cpu_math=True)
     found["cpu_math"] = compiled(own, inputs, gradient)
-    with mock.patch("rankax.ext.xla_cpu.tiles.best_tiles", return_value=Tiles()):
+    with mock.patch("rankax.ext.xla_cpu.rules.best_tiles", return_value=Tiles()):
         found["no tiles"] = compiled(kernel, inputs, gradient)
     for size in MAP_SIZES:
         found[f"lax.map {size}"] = compiled(_lax_map(case.fun, size), inputs, gradient)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from rankax import auto_vmap, chunked_vmap
-from rankax.core.base.target import Target, target_of
+from rankax.core.base.arrays import Target, target_of
 
 CPU = jax.devices("cpu")[0]
 

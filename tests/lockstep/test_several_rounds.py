@@ -9,7 +9,7 @@ from jax import lax
 
 from helpers import assert_same, at_each_run
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax.core.base.target import Target, inside_call
+from rankax.core.base.arrays import Target, inside_call
 from rankax.ext.lanes import engine
 from test_lockstep import halvings, newton
 from test_lockstep_derivatives import nested

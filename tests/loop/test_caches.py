@@ -107,7 +107,7 @@ def test_a_kernel_that_someone_has_is_found_again():
 def collision(monkeypatch):
     """Programs that all have the same fingerprint."""
     rankax.clear_caches()
-    monkeypatch.setattr(reuse.fingerprint, "fingerprint", lambda closed: "always equal")
+    monkeypatch.setattr(reuse, "fingerprint", lambda closed: "always equal")
     yield
     rankax.clear_caches()
 

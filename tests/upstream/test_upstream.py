@@ -135,7 +135,7 @@ def test_batched_gradient_of_a_scan_in_a_checkpoint_in_a_scan(scan):
 )
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.max, jnp.min, lambda x, axis: x @ x])
 def test_short_sums_of_many_numbers_go_to_a_library(reduce):
-    """It is slow there, which is why chunks are cut into tiles: `rankax.ext.xla_cpu.tiles`."""
+    """It is slow there, which is why chunks are cut into tiles: `rankax.ext.xla_cpu.rules`."""
 
     def calls_library(items, *core):
         x = jnp.ones((items, *core))

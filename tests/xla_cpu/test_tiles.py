@@ -14,8 +14,8 @@ from jax import lax
 from helpers import assert_same, at_each_run, primitives, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.plan.schedule import Tiles, plan_levels, split_into_tiles
+from rankax.ext.xla_cpu import rules as rule
 from rankax.ext.xla_cpu import slow_chunks
-from rankax.ext.xla_cpu import tiles as rule
 
 
 def distances(points):

@@ -26,12 +26,18 @@ from rankax.core.base.messages import (
     plural,
 )
 from rankax.core.base.trees import leaves_with_names, spread_prefix
-from rankax.core.call.bound import Bound, sizes_of
-from rankax.core.call.run import run
+from rankax.core.call.run import Bound, run, sizes_of
 from rankax.core.hooks import Form, form_of
 from rankax.core.options import OPTIONS, Options, check_together, options_of, scope
-from rankax.core.plan.nesting import Nesting, loops_of
-from rankax.core.plan.schedule import WHOLE_CHUNKS, Schedule, Shape, Tiles, plan_levels
+from rankax.core.plan.schedule import (
+    WHOLE_CHUNKS,
+    Nesting,
+    Schedule,
+    Shape,
+    Tiles,
+    loops_of,
+    plan_levels,
+)
 from rankax.core.reduce.run import read_reductions
 from rankax.core.trace.programs import checked_output_axes, is_axis
 from rankax.ext.ragged.type import Ragged

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 from jax.extend.core import Jaxpr
 
-from rankax.core.base.target import is_spread, on_every_device
+from rankax.core.base.arrays import is_spread, on_every_device
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Shape, Tiles
 
 F = TypeVar("F")

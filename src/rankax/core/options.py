@@ -3,7 +3,7 @@
 
 An option is registered, with its check, where it acts (`register`); the options in this file belong
 to the core. Type checkers cannot read a registry, so its names also stand in the signatures that
-users see (`_front/options.py`, `_front/auto_vmap.py`).
+users see (`_front/options.py`, `_front/kernel.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
+from rankax.core.base.arrays import Target, is_cpu, target_of
 from rankax.core.base.messages import check_bool, checked_int, listed, positive_int
-from rankax.core.base.target import Target, is_cpu, target_of
 from rankax.core.declare.ranks import SYNONYMS
 from rankax.core.hooks import NO_RULES, Rules
 from rankax.core.loop.reuse import checking

@@ -53,23 +53,22 @@ from rankax.core.call.bind import (
     is_number,
     rebind,
 )
-from rankax.core.call.bound import Bound
+from rankax.core.call.run import Bound, Fitted, Traced, fit, is_empty, run, traced, untraced
 from rankax.core.call.nest import Begins, Nest, nest_of
-from rankax.core.call.run import Fitted, Traced, fit, is_empty, run, traced, untraced
 
 # The schedule of a call.
-from rankax.core.plan.nesting import Nesting
-from rankax.core.plan.report import untouched_line
 from rankax.core.plan.schedule import (
     Chunks,
     LeafPlan,
     Level,
+    Nesting,
     Schedule,
     Shape,
     Tiles,
     even_chunk_size,
     split_into_chunks,
 )
+from rankax.core.plan.report import untouched_line
 
 # The program of an item.
 from rankax.core.trace import programs
@@ -85,7 +84,6 @@ from rankax.core.trace.derivatives import (
     uses_axis,
     vmapped,
 )
-from rankax.core.trace.fingerprint import PLAIN, Unknown, fingerprint, key_of_value, opened
 from rankax.core.trace.programs import (
     ItemProgram,
     evaluate,
@@ -101,20 +99,35 @@ from rankax.core.trace.programs import (
 )
 
 # Loops over levels.
-from rankax.core.loop.access import carried_with, first_start, varying_axes, widen, write_chunk
 from rankax.core.loop.loop import (
     Sink,
     Store,
     Tile,
     TileSlots,
+    carried_with,
     ends_of,
+    first_start,
     map_level,
     new_items,
     saved,
     sinks_of,
     steps_of,
+    varying_axes,
+    widen,
+    write_chunk,
 )
-from rankax.core.loop.reuse import Mode, call_of_kernel, mode_of, run_kept, warn_once
+from rankax.core.loop.reuse import (
+    Mode,
+    PLAIN,
+    Unknown,
+    call_of_kernel,
+    fingerprint,
+    key_of_value,
+    mode_of,
+    opened,
+    run_kept,
+    warn_once,
+)
 from rankax.core.loop.spec import (
     LoopSpec,
     PLACE,
@@ -128,8 +141,8 @@ from rankax.core.loop.spec import (
 
 # Reductions.
 from rankax.core.reduce.extrema import Arg, Chosen, no_index, worst_value
-from rankax.core.reduce.passes import RowReduction
 from rankax.core.reduce.protocol import (
+    EachLeaf,
     FILL,
     Keep,
     Marked,
@@ -140,17 +153,25 @@ from rankax.core.reduce.protocol import (
     Several,
     count_dtype,
 )
-from rankax.core.reduce.row import Row, Steps
-from rankax.core.reduce.run import BY_NAME, Reductions, find_mask, read_reductions, trace_reduced
-from rankax.core.reduce.states import (
+from rankax.core.reduce.row import (
     Accumulation,
     Accumulator,
     Elementwise,
     InSlots,
     Ordered,
+    Row,
     State,
+    Steps,
     choose,
     fill,
+)
+from rankax.core.reduce.run import (
+    BY_NAME,
+    Reductions,
+    RowReduction,
+    find_mask,
+    read_reductions,
+    trace_reduced,
 )
 
 # Kernels and their ranks.
@@ -162,15 +183,23 @@ from rankax.core.declare.split_key import SplitKey, key_rank, marked
 # Words, arrays, trees and caches.
 from rankax.core.base import messages
 from rankax.core.base.arrays import (
+    Target,
     counted,
     flat_index,
     has_tangent,
     index_dtype,
+    inside_call,
+    is_cpu,
     is_ref,
+    is_spread,
     is_staged,
+    mesh_of,
+    on_mesh,
     places_of,
     scalar,
     shape_of,
+    sharding_of,
+    target_of,
     too_many,
     zeros,
 )
@@ -191,16 +220,6 @@ from rankax.core.base.messages import (
     table,
     traced_as,
     unwrapped,
-)
-from rankax.core.base.target import (
-    Target,
-    inside_call,
-    is_cpu,
-    is_spread,
-    mesh_of,
-    on_mesh,
-    sharding_of,
-    target_of,
 )
 from rankax.core.base.trees import (
     ByKey,

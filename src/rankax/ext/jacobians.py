@@ -21,6 +21,7 @@ from jax.flatten_util import ravel_pytree
 
 from rankax._front.chunked import AxisMap, chunked_reduce, function_of_batches
 from rankax.core.protocol import (
+    EachLeaf,
     Options,
     Reduction,
     argument_names,
@@ -38,7 +39,6 @@ from rankax.core.protocol import (
     shape_of,
     type_name,
 )
-from rankax.ext.reductions.each import EachLeaf
 from rankax.ext.reductions.sums import Gram, WeightedGram
 from rankax.ext.wide import evaluate_wide
 

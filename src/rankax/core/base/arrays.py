@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: MIT
-"""Arrays: small ones that are made on the way, and what kind of array a value is.
+"""Arrays: small ones that are made on the way, what kind of array a value is, and where it is.
 
 A small array is a literal inside a traced program, and an explicit transfer in an eager call.
+
+A process with a GPU also computes on its CPU, and a program may be compiled for a machine that is
+elsewhere. So what depends on the platform asks where the call runs, not for the default of the
+process. A mesh with explicit axes is part of the types of arrays.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import jax.ref
 import numpy as np
-from jax import lax
+from jax import core, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 class _StagedError(Exception):
@@ -126,3 +136,143 @@ def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct(
         tuple(value.shape) if shape is None else shape, dtype, weak_type=bool(weak_type)
     )
+
+
+# Where a call runs: on which platform, and on which mesh of devices its arrays are.
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Return the sharding of an array; of a tracer, the one in its type."""
+    if isinstance(leaf, core.Tracer):
+        return getattr(jax.typeof(leaf), "sharding", None)
+    return getattr(leaf, "sharding", None)
+
+
+def is_spread(leaf: Any) -> bool:
+    """Whether an array is on a mesh of several devices, or on any mesh with explicit axes."""
+    sharding = sharding_of(leaf)
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
+
+
+def mesh_of(leaves: Sequence[Any]) -> Any:
+    """Return the mesh that arrays are on, or else the mesh that is set; None without one."""
+    shardings = [sharding_of(leaf) for leaf in leaves]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if not mesh.empty), None)
+
+
+def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already.
+
+    Without it, arrays that are made on the way (zeros, counters) would not fit those on the mesh.
+    """
+    mesh = mesh_of(leaves) if jax.sharding.get_abstract_mesh().empty else None
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return nullcontext()
+    if is_staged():
+        return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    try:
+        return jax.set_mesh(mesh)
+    except (TypeError, ValueError):
+        # An eager derivative, or `jax.vmap`, in which JAX lets only the caller set the mesh.
+        return nullcontext()
+
+
+def on_every_device(leaf: Any) -> Any:
+    """Return an array that the types of an explicit mesh shard as one that they do not."""
+    sharding = sharding_of(leaf)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+class Target(NamedTuple):
+    """Where a call runs, if that need not be where JAX runs by default.
+
+    Attributes
+    ----------
+    platform : str
+        ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+    device : jax.Device or None
+        One to compile for, if one is known.
+    """
+
+    platform: str
+    device: Any = None
+
+
+def is_cpu(target: Target | None) -> bool:
+    """Whether a call to this target runs on a CPU."""
+    return (target.platform if target else jax.default_backend()) == "cpu"
+
+
+def target_of(arrays: Iterable[Any] = ()) -> Target | None:
+    """Return where a call with these arrays runs; None: where JAX runs by default.
+
+    The first of these that is known decides:
+
+    * the device that an array is committed to, also one that `jax.grad` differentiates now;
+    * the mesh in the type of a tracer, and the sharding of a `jax.ShapeDtypeStruct`;
+    * the mesh that is set, and the call in whose kernel this one is (`inside_call`);
+    * `jax.default_device`.
+
+    Inside `jax.jit`, an array on a single device shows none of that, because JAX chooses the
+    platform when it lowers the program, after the trace.
+    """
+    known = next(filter(None, map(_target, arrays)), None)
+    around = _of_mesh(jax.sharding.get_abstract_mesh()) or _outer.get() or _set_by_caller()
+    if around is None and known is not None and known.platform == jax.default_backend():
+        return None
+    return known or around
+
+
+_outer: ContextVar[Target | None] = ContextVar("rankax_target", default=None)
+
+
+@contextlib.contextmanager
+def inside_call(target: Target | None) -> Generator[None]:
+    """Enter a call that runs there: so do those that its kernel makes, with tracers."""
+    token = _outer.set(target)
+    try:
+        yield
+    finally:
+        _outer.reset(token)
+
+
+def _set_by_caller() -> Target | None:
+    config: Any = jax.config
+    device = config.jax_default_device
+    if device is None:
+        return None
+    return Target(device) if isinstance(device, str) else _of_device(device)
+
+
+def _target(value: Any) -> Target | None:
+    while isinstance(value, core.Tracer):
+        if found := _of_mesh(getattr(jax.typeof(value).sharding, "mesh", None)):
+            return found
+        # The value itself, where `jax.grad` or `jax.vmap` evaluates now.
+        value = getattr(value, "primal", getattr(value, "val", None))
+    sharding = getattr(value, "sharding", None)
+    if sharding is None or not getattr(value, "committed", True):
+        return None  # JAX moves it to where it runs by default
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return _of_mesh(mesh)
+    return _of_device(next(iter(sharding.device_set)))
+
+
+def _of_device(device: Any) -> Target:
+    return Target(device.platform, device)
+
+
+def _of_mesh(mesh: Any) -> Target | None:
+    """Return the target of an abstract mesh; None if it does not tell, as before JAX 0.12."""
+    device = getattr(mesh, "abstract_device", None)
+    if device is None:
+        return None
+    platform = getattr(device, "platform", None) or ("cpu" if device.device_kind == "cpu" else None)
+    return platform and Target(platform)

@@ -31,15 +31,23 @@ from rankax.core.base.messages import (
     shortened,
 )
 from rankax.core.base.trees import check_outputs, check_returned, leaves_with_names
-from rankax.core.call.bound import Bound, sizes_of
-from rankax.core.call.run import run
+from rankax.core.call.run import Bound, run, sizes_of
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
 from rankax.core.hooks import NODES, foreign, form_of, is_node, refusal_of_foreign
 from rankax.core.options import DEFAULTS, Options, resolve
-from rankax.core.plan.nesting import NO_ARRAY, Nesting, plan_nesting
-from rankax.core.plan.report import output_error
-from rankax.core.plan.schedule import WHOLE_CHUNKS, LeafPlan, Shape, Split, Tiles, leaf_plan
+from rankax.core.plan.report import call_error, output_error
+from rankax.core.plan.schedule import (
+    NO_ARRAY,
+    WHOLE_CHUNKS,
+    LeafPlan,
+    Nesting,
+    Shape,
+    Split,
+    Tiles,
+    leaf_plan,
+    plan_nesting,
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -273,6 +281,7 @@ class BoundKernel(Bound):
         batch_shape = options.batch_shape
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
+        chunk_size, tiles = sizes_of(options, tiles)
 
         def make() -> Nesting:
             arrays = [
@@ -282,13 +291,14 @@ class BoundKernel(Bound):
             ]
             if batch_shape is not None:
                 arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
-            call = self.fun, arrays, *sizes_of(options, tiles), self.untouched
-            if options.reduce is None:
-                return plan_nesting(*call)
-            return plan_nesting(*call, str(options.reduce), options.reduce_axis)
+            reduce = "" if options.reduce is None else str(options.reduce)
+            axes = () if options.reduce is None else options.reduce_axis
+            return plan_nesting(self.fun, arrays, wrong, chunk_size, tiles, reduce, axes)
 
-        of_options = options.chunk_size, options.reduce, options.reduce_axis, options.rules
-        key = shapes, tiles, batch_shape, *of_options
+        def wrong(leaves: Any, ranks: Any, clashes: Any, sizes: Any) -> Exception:
+            return call_error(self.fun, leaves, ranks, clashes, sizes, self.untouched())
+
+        key = shapes, chunk_size, tiles, batch_shape, options.reduce, options.reduce_axis
         try:
             plan = self.structure.plans.get_or_make(key, make)
         except BatchShapeError as error:

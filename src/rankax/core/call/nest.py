@@ -13,15 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from rankax.core.hooks import Observer, Pass, Rules, Walker, passes_of
-from rankax.core.loop.access import on_explicit_mesh
-from rankax.core.loop.loop import map_level
+from rankax.core.hooks import NO_RULES, Observer, Pass, Rules, Walker, passes_of
+from rankax.core.loop.loop import map_level, on_explicit_mesh
 from rankax.core.loop.spec import LoopSpec, number_items, vmap_level
 from rankax.core.options import Options
-from rankax.core.plan.nesting import Nesting
-from rankax.core.plan.schedule import Schedule
-from rankax.core.reduce.passes import RowReduction
-from rankax.core.reduce.run import Reductions
+from rankax.core.plan.schedule import Nesting, Schedule
+from rankax.core.reduce.run import Reductions, RowReduction
 from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import ItemProgram
 
@@ -315,6 +312,20 @@ def nest_of(
     differentiable: bool = True,
 ) -> Nest:
     """Build the nested maps of a plan; the other arguments are as in `Nest`."""
+    # Of what is not differentiated, nothing is ever recomputed.
+    specs = _specs(plan, observer, checkpoint=differentiable and options.checkpoint is not False)
+    rules, reductions = options.rules, options.reduce
+    return Nest(plan, specs, inputs, reductions, differentiable, rules, passes_of(options))
+
+
+def nest_without_loops(plan: Nesting) -> Nest:
+    """Build the nested maps of a plan that has no loop, which no option changes."""
+    return Nest(plan, _specs(plan), plan.mapped, None, False, NO_RULES, ())
+
+
+def _specs(
+    plan: Nesting, observer: Observer | None = None, *, checkpoint: bool = False
+) -> tuple[LoopSpec, ...]:
     splits = plan.splits
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
@@ -326,13 +337,11 @@ def nest_of(
             is_loop,
             reduced=level.reduced,
             numbered=bool(splits),
-            # Of what is not differentiated, nothing is ever recomputed.
-            checkpoint=differentiable and options.checkpoint is not False,
+            checkpoint=checkpoint,
             observer=observer if may_report else None,
             derivative=level.derivative if is_loop else None,
             walker=level.walker,
         )
         specs.append(spec)
         observer = None if may_report else observer
-    rules, reductions = options.rules, options.reduce
-    return Nest(plan, tuple(specs), inputs, reductions, differentiable, rules, passes_of(options))
+    return tuple(specs)

@@ -3,13 +3,13 @@
 
 A level that is kept stores the outputs of its items, and one that is reduced folds them; it is the
 same loop for both, and for any length. What becomes of an output is a `Sink`: a reduction
-(`rankax.core.reduce.states`), or `Store`. How an operand enters the loop and how an output leaves
+(`rankax.core.reduce.row`), or `Store`. How an operand enters the loop and how an output leaves
 it decides the memory:
 
 * Even chunks along axis 0 are the ``xs`` and ``ys`` of the scan. Cutting the axis is a reshape, so
   memory stays flat in every direction of differentiation.
 * Any other operand is read by index, and so is its tangent. It needs no derivative rule of our own:
-  the transpose adds the cotangent of each chunk in place (`access.take_chunk` says when), so that
+  the transpose adds the cotangent of each chunk in place (`take_chunk` says when), so that
   no input is copied, for any length and axis.
 * Where such a loop is differentiated (``back``), its outputs leave as ``ys`` (`Store.as_rows`),
   which costs one copy of them and of their tangents or cotangents. Two alternatives
@@ -17,13 +17,38 @@ it decides the memory:
   written in place, the transpose reads a chunk of the cotangent and then clears it, and XLA copies
   the cotangent in every step. If they are added in place, overlapping items have to be masked, and
   the zeros of that mask made the gradient of the distances in the benchmark a fifth slower.
+
+How chunks are read, written and joined. Chunks that divide axis 0 are rows of a stack
+(`stack_chunks`). All others are read by index (`take_chunk`): if no chunk divides the axis, the
+last one starts early (`next_start`) and overlaps the one before it. Items in the overlap are
+evaluated twice but used once: forward, the last chunk overwrites them; in a derivative,
+`join_chunks` keeps the earlier copy.
+
+Plain indexing would also be correct, but slow or memory-hungry. An operand that is read by index is
+flat: its mapped axis and all later axes become one before the loop, and a chunk gets its shape back
+after it is read. Workarounds, where each was seen, and the test that tells when it can be removed
+(in ``tests/front/test_chunked_memory.py`` unless another file is named):
+
+===============================  =====================  ========================================
+workaround                       seen with              can go if this passes without it
+===============================  =====================  ========================================
+`first_start`: carried start     CPU, JAX 0.10          the benchmark of 400,003 items by 100
+`scalar`, `zeros`: explicit      all                    ``test_strict_modes.py``
+`carried_with`: types            all                    ``tests/devices``
+`flatten_items`: LAPACK          CPU, JAX 0.10 to 0.12  ``kernels_that_want_another_layout``
+`widen`: narrow floats           CPU, JAX 0.10 to 0.12  ``cotangents_of_any_dtype``
+`take_chunk`: nothing between    all (XLA's design)     ``cotangents_are_added_in_place``
+`use_once`: reads with one use   CPU, JAX 0.10          ``test_chunked_vmap.py``, ``jacfwd``
+`is_stack`: axes of length 1     CPU, JAX 0.10 to 0.12  ``an_axis_of_length_1_costs_nothing``
+`as_row`: chunks of one item     CPU, JAX 0.10 to 0.12  ``chunks_of_one_item_are_flat``
+===============================  =====================  ========================================
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +56,184 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import AxisType, PartitionSpec
 
-from rankax.core.base.arrays import counted, has_tangent, zeros
-from rankax.core.loop import access
+from rankax.core.base.arrays import counted, has_tangent, scalar, zeros
+from rankax.core.loop.reuse import kernel_of_call
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
 from rankax.core.plan.schedule import Chunks
 from rankax.core.trace.derivatives import keep_rules
 from rankax.core.trace.programs import evaluate, with_axis
+
+T = TypeVar("T")
+
+
+# How chunks are read, written and joined.
+
+
+def first_start(chunks: Chunks) -> jax.Array:
+    """Return where the first chunk starts: a number for a loop to carry.
+
+    Carried, not looked up in an array: XLA:CPU would fuse the lookup with the read of the chunk,
+    and repeat it for each element.
+    """
+    long = jax.dtypes.canonicalize_dtype(jnp.int64)
+    if chunks.length - chunks.size > jnp.iinfo(long).max:
+        raise ValueError(
+            f"{kernel_of_call()}: a loop over an axis of {chunks.length} items counts them in 64 "
+            'bits; call jax.config.update("jax_enable_x64", True) first'
+        )
+    return scalar(0, jnp.int32 if chunks.length < 2**31 else long)
+
+
+def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
+    """Return where the chunk after the one at ``start`` starts."""
+    number = start.dtype.type
+    return jnp.minimum(start + number(chunks.size), number(chunks.length - chunks.size))
+
+
+def carried_with(start: T, operands: Any) -> T:
+    """Give the carry of a loop the type that it has after a step with these operands."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    if AxisType.Manual in types:
+        axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(operands)))
+        return jax.tree.map(lambda x: _varying(x, axes - varying_axes(x)), start)
+    return jax.tree.map(on_explicit_mesh, start)
+
+
+def on_explicit_mesh(x: jax.Array) -> jax.Array:
+    """Put an array on the mesh that is set, if that has explicit axes: loops need it in types.
+
+    JAX 0.10 to 0.12 cannot map a loop whose carry lacks it.
+    """
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    is_without = is_explicit and jax.typeof(x).sharding.mesh.empty
+    return jax.sharding.reshard(x, PartitionSpec()) if is_without else x
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Return the mesh axes along which devices may differ in a value, inside `jax.shard_map`."""
+    aval: Any = jax.typeof(x)
+    return aval.manual_axis_type.varying
+
+
+def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """Declare that a value may differ among devices, which `jax.shard_map` checks."""
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def flatten_items(leaf: Any, axis: int) -> jax.Array:
+    """Prepare ``leaf`` for `take_chunk`: ``axis`` and all later axes become one, by a reshape.
+
+    Otherwise, a kernel that takes its items in another layout, such as a call of LAPACK, makes XLA
+    copy the whole leaf into that layout, and memory grows with the axis. `use_once` relies on the
+    flat shape, too.
+    """
+    before, rest = leaf.shape[:axis], leaf.shape[axis:]
+    flat = math.prod(rest)
+    # One axis, unless an index along it needs more than 32 bits.
+    after = (flat,) if flat < 2**31 else (rest[0], math.prod(rest[1:]))
+    return lax.reshape(leaf, (*before, *after))
+
+
+def widen(leaf: jax.Array) -> jax.Array:
+    """Give ``leaf``, which is to be differentiated, a dtype that XLA can add in place.
+
+    XLA:CPU adds floats like `bfloat16` as `float32`, and would convert the whole cotangent in every
+    step.
+    """
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float16:
+        return leaf
+    return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 32 else leaf
+
+
+def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Read the chunk from ``start`` along ``axis`` of what `flatten_items` returned, still flat.
+
+    Nothing may come between the leaf and this read, not even a reshape. In a loop, its transpose
+    adds a cotangent of the shape of the leaf, which is zero outside the chunk. The algebraic
+    simplifier of XLA, which all platforms share, rewrites the sum of an array with a
+    `dynamic_update_slice` of zeros into an update in place, but only if it sees exactly that. If
+    the loop added the whole arrays, a gradient would still be correct and small, but its time would
+    grow with the square of the axis; ``tests/front/test_chunked_memory.py`` inspects programs.
+    """
+    each = leaf.shape[axis] // chunks.length  # numbers of one item along the axis
+    start = start * start.dtype.type(each)
+    # XLA:CPU would fuse the test for a negative index with the read of the chunk, and repeat it for
+    # each element.
+    return lax.dynamic_slice_in_dim(
+        leaf, start, chunks.size * each, axis, allow_negative_indices=False
+    )
+
+
+def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
+    """Give a chunk its shape back, and its dtype, after `flatten_items`, `widen` and the like."""
+    chunk = window if window.shape == aval.shape else lax.reshape(window, aval.shape)
+    return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
+
+
+def use_once(chunk: jax.Array, size: int, axis: int) -> jax.Array:
+    """Give the read of a chunk by `take_chunk` a single use; return the chunk.
+
+    XLA:CPU of JAX 0.10 makes a function of a read with several uses, and confuses two functions
+    whose names differ only in a dash: ``dynamic_slice`` of a value, and ``dynamic-slice`` of its
+    tangent if `jax.vmap` maps the tangent alone, as `jax.jacfwd` does. Then it fails to compile. A
+    chunk that gets its shape back by a reshape has a single use already.
+    """
+    if chunk.shape[axis] != size:
+        return chunk
+    # In two steps each way, because JAX has no sharding for both at once on explicit meshes.
+    flat = lax.reshape(lax.reshape(chunk, (chunk.size,)), (1, chunk.size))
+    flat = lax.reshape(lax.optimization_barrier(flat), (chunk.size,))
+    return lax.reshape(flat, chunk.shape)
+
+
+def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax.Array:
+    """Replace the items of ``leaf`` along ``axis`` from ``start``; in place inside a loop."""
+    return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
+
+
+def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
+    """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
+
+    If the items have an axis of length 1, XLA stores their stack in another layout, and copies all
+    of it. Rows without such axes were tried, too: XLA then copies when the axes are added again.
+    """
+    return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
+
+
+def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
+    """Split axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks.
+
+    Chunks of one item stay items, because XLA would copy a stack with an axis of length 1.
+    """
+    size = () if chunks.size == 1 else (chunks.size,)
+    return lax.reshape(leaf, (chunks.steps, *size, *leaf.shape[1:]))
+
+
+def as_row(chunk: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Return a chunk in the shape of a row of `stack_chunks`, for `join_chunks`."""
+    return lax.squeeze(chunk, (0,)) if chunks.size == 1 and axis == 0 else chunk
+
+
+def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Join the chunks of ``stack``, each with its items on ``axis``, along that axis.
+
+    A reshape if the chunks are even and ``axis`` is 0; one copy otherwise. An item that two chunks
+    hold is taken from the earlier one.
+    """
+    if chunks.size == 1 and axis == 0:
+        return stack
+    leaf = lax.collapse(jnp.moveaxis(stack, 0, axis), axis, axis + 2)
+    if chunks.even:
+        return leaf
+    whole = (chunks.steps - 1) * chunks.size
+    head = lax.slice_in_dim(leaf, 0, whole, axis=axis)
+    tail = lax.slice_in_dim(leaf, -(chunks.length - whole), None, axis=axis)
+    return lax.concatenate([head, tail], axis)
+
+
+# What a step evaluates, and what becomes of it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +331,7 @@ class Store(Sink):
             self.axis is not None
             and not self.scattered
             and (
-                access.is_stack(aval, self.axis, self.chunks)
+                is_stack(aval, self.axis, self.chunks)
                 or (self.back and (self.reduced or has_tangent(aval)))
             )
             for aval in self.avals
@@ -157,21 +353,16 @@ class Store(Sink):
             return outs, [None] * len(outs)
         triples = list(zip(held, outs, self.as_rows, strict=True))
         written = [
-            x if is_row else access.write_chunk(x, out, tile.at, axis) for x, out, is_row in triples
+            x if is_row else write_chunk(x, out, tile.at, axis) for x, out, is_row in triples
         ]
-        rows = [
-            access.as_row(out, self.chunks, axis) if is_row else None for _, out, is_row in triples
-        ]
+        rows = [as_row(out, self.chunks, axis) if is_row else None for _, out, is_row in triples]
         return written, rows
 
     def end(self, held: list[Any], rows: list[Any] | None) -> Any:
         none: list[Any] = [None] * len(held)
         triples = zip(held, rows or none, self.as_rows, strict=True)
         axis = self.axis or 0
-        outs = [
-            access.join_chunks(row, self.chunks, axis) if is_row else x
-            for x, row, is_row in triples
-        ]
+        outs = [join_chunks(row, self.chunks, axis) if is_row else x for x, row, is_row in triples]
         return jax.tree.unflatten(jax.tree.structure(self.chunk), outs)
 
 
@@ -236,7 +427,7 @@ def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
     return _save_kept(primitive, name=params.get("name"))
 
 
-vars(_policy)["rankax_key"] = _KEPT  # for `core/trace/fingerprint.py`
+vars(_policy)["rankax_key"] = _KEPT  # for `core/loop/reuse.py`
 
 
 class _Operands(NamedTuple):
@@ -323,26 +514,24 @@ def run_loop(
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed)
     folds = folds_of(tree.unflatten(closed.out_avals), chunks)
-    is_stacked = [
-        access.is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)
-    ]
+    is_stacked = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
     operands = _Operands(list(closed.consts), [], [])
     for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
         if stacked:
-            operands.stacked.append(access.stack_chunks(leaf, chunks))
+            operands.stacked.append(stack_chunks(leaf, chunks))
         else:
-            flat = access.flatten_items(leaf, axis)
-            operands.sliced.append(access.widen(flat) if back else flat)
+            flat = flatten_items(leaf, axis)
+            operands.sliced.append(widen(flat) if back else flat)
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
     def chunk_at(start: Any, operands: _Operands) -> Any:
         def window(leaf: jax.Array, axis: int) -> jax.Array:
-            taken = access.take_chunk(leaf, start, chunks, axis)
-            return access.use_once(taken, chunks.size, axis) if back else taken
+            taken = take_chunk(leaf, start, chunks, axis)
+            return use_once(taken, chunks.size, axis) if back else taken
 
         sliced, rows = map(window, operands.sliced, sliced_axes), iter(operands.stacked)
         chunk = [
-            access.as_chunk(next(rows if stacked else sliced), aval)
+            as_chunk(next(rows if stacked else sliced), aval)
             for stacked, aval in zip(is_stacked, avals, strict=True)
         ]
         if level.numbered:
@@ -428,10 +617,10 @@ def _scan_chunks(
         held, rows = one_step(held, start, operands._replace(stacked=stacked))
         if reports is not None:  # outside the checkpoints, which would report again
             reports.step(start)
-        return (access.next_start(start, chunks), access.carried_with(held, operands)), rows
+        return (next_start(start, chunks), carried_with(held, operands)), rows
 
     begin = [fold.start(slots.count) for fold in folds]
-    init = access.first_start(chunks), access.carried_with(begin, operands)
+    init = first_start(chunks), carried_with(begin, operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = ends_of(folds, held, rows)
     if reports is not None:

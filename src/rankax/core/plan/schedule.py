@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The schedule of a call: shapes divided by their ranks, and the levels that cover the batch.
+"""Plan a call: shapes divided by their ranks, the levels that cover the batch, and the nesting.
 
 Batch axes agree by NumPy's rules, core dimensions by name. Disagreements are returned as data;
-`rankax.core.plan.report` words them.
+`rankax.core.plan.report` words them. `plan_nesting` does all of it; the rest of the file is in the
+order of its steps.
 
 A chunk fills the levels from the innermost outwards. A batch that fits one chunk has one level per
 axis, all plain `jax.vmap`, as if there were no bound. Otherwise, adjacent axes that all leaves map
@@ -10,7 +11,7 @@ alike are merged first, so that a chunk can span them.
 
 A chunk size that divides an axis is preferred, even at the cost of a quarter more steps: it needs
 no overlap, and along axis 0 a derivative then copies nothing. If none is that close, the last chunk
-starts early and overlaps the one before it; `core/loop/access.py` reads it.
+starts early and overlaps the one before it; `core/loop/loop.py` reads it.
 
 In a reduction, items of the overlap that were counted before add nothing (`core/loop/loop.py`).
 """
@@ -19,10 +20,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rankax.core.base.messages import function_location
+from rankax.core.base.messages import function_location, function_name
 from rankax.core.declare.dims import Dim, Rank
 
 Shape = tuple[int, ...]
@@ -46,8 +47,8 @@ class LeafPlan:
         ``shape`` without its leading batch axes.
     batch_axes : tuple of int
         The lengths of those axes.
-    declared : str
-        The rank as it was written; ignored in comparisons.
+    written : Rank
+        The rank as it was declared; ignored in comparisons.
     is_split : bool
         Whether its rank is `rankax.SplitKey`.
     """
@@ -57,14 +58,19 @@ class LeafPlan:
     rank: int
     core_shape: Shape
     batch_axes: Shape
-    declared: str = dataclasses.field(compare=False)
+    written: Rank = dataclasses.field(compare=False)
     is_split: bool = False
+
+    @property
+    def declared(self) -> str:
+        """The rank as it was written."""
+        return str(self.written)
 
 
 def leaf_plan(path: str, shape: Shape, rank: Rank) -> LeafPlan:
     """Divide a shape by its rank; one with too few axes has no batch axes."""
     batch = max(0, len(shape) - rank.rank)
-    return LeafPlan(path, shape, rank.rank, shape[batch:], shape[:batch], str(rank), rank.is_split)
+    return LeafPlan(path, shape, rank.rank, shape[batch:], shape[:batch], rank, rank.is_split)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,3 +464,147 @@ class Schedule:
         if self.walked is not None:
             return -(-self.evaluations // self.walked)
         return math.prod(level.steps for level in self.levels)
+
+
+# The plan of a call, and how its leaves enter the nested maps.
+
+InAxes = tuple[int | None, ...]
+
+NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
+
+
+@dataclasses.dataclass(frozen=True)
+class Nesting:
+    """A plan, and what follows from it for the arrays of a call.
+
+    Arrays are identified by their leaf position.
+    """
+
+    plan: Schedule
+    sizes: Mapping[str, int] = dataclasses.field(hash=False)  # of the named core dimensions
+    mapped: tuple[int, ...]  # the arrays that some level maps
+    cores: tuple[Shape, ...]  # of one item of each of them
+    batch_axes: tuple[InAxes, ...]  # where each of them, as passed, has each axis of the batch
+    in_axes: tuple[InAxes, ...]  # per level, for the mapped arrays
+    loops: tuple[bool, ...]  # per level, whether its chunks are evaluated one after another
+    reshaped: tuple[tuple[int, Shape], ...] = ()  # array, and its shape without stretched axes
+    splits: tuple[Split, ...] = ()  # the keys of which each item gets its own
+
+
+def plan_nesting(
+    fun: Callable[..., Any],
+    arrays: Sequence[tuple[int, str, Shape, Rank]],
+    error: Callable[..., Exception],
+    chunk_size: int | None,
+    tiles: Tiles = WHOLE_CHUNKS,
+    reduce: str = "",
+    reduce_axis: int | tuple[int, ...] | None = (),
+) -> Nesting:
+    """Check the shapes of a call, and plan it.
+
+    Parameters
+    ----------
+    fun : callable
+        The kernel.
+    arrays : sequence of (position, path, shape, rank)
+        Each leaf that has a rank; last, `NO_ARRAY` for a shape that only broadcasts with them.
+    error : callable
+        Returns what is raised, from all leaves, their ranks, their clashes, and the sizes of the
+        named core dimensions: see `rankax.core.plan.report.call_error`.
+    chunk_size : int or None
+        How many items may be in flight.
+    tiles : Tiles
+        How many items a tile should have where there are chunks, because that is faster.
+    reduce, reduce_axis
+        The name of the reduction, and what it reduces, as the caller says it; by default nothing.
+
+    Raises
+    ------
+    Exception
+        The ``error``.
+    ValueError
+        If an axis to reduce is out of range, or named twice.
+    """
+    leaves = tuple(leaf_plan(path, shape, rank) for _, path, shape, rank in arrays)
+    ranks = [rank for *_, rank in arrays]
+    sizes: dict[str, int] = {}
+    whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank]
+    clashes = bind_sizes([(i, leaves[i].core_shape, ranks[i]) for i in whole], sizes)
+    batch_shape, batch_clashes = broadcast([(i, leaves[i].batch_axes) for i in whole])
+    clashes += batch_clashes
+    if clashes or len(whole) < len(leaves):
+        raise error(leaves, ranks, clashes, sizes)
+    batches = tuple(leaf.batch_axes for leaf in leaves)
+    axes = reduced_axes(fun, reduce_axis, batch_shape)
+    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), tiles)
+    plan = Schedule(function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduce)
+    positions = [position for position, *_ in arrays]
+    in_order = sorted(plan.levels, key=lambda level: level.axes)
+    batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
+    mapped = [i for i, shape in enumerate(batch) if shape and positions[i] != NO_ARRAY]
+    return Nesting(
+        plan,
+        sizes,
+        tuple(positions[i] for i in mapped),
+        tuple(leaves[i].core_shape for i in mapped),
+        tuple(_batch_axes(leaves[i].batch_axes, batch_shape) for i in mapped),
+        tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
+        loops_of(levels, chunk_size),
+        tuple(
+            (position, shape + leaf.core_shape)
+            for position, shape, leaf in zip(positions, batch, leaves, strict=True)
+            if shape != leaf.batch_axes and position != NO_ARRAY
+        ),
+        plan_splits(fun, leaves, positions, batch_shape),
+    )
+
+
+def loops_of(levels: Sequence[Level], chunk_size: int | None) -> tuple[bool, ...]:
+    """Say which levels are loops.
+
+    With a bound of 1 even a single item is a chunk, so that branches are always branches.
+    """
+    return tuple(
+        level.tile != level.size or (level.size == chunk_size == 1 and not level.reduced)
+        for level in levels
+    )
+
+
+def reduced_axes(
+    fun: Callable[..., Any], axis: int | tuple[int, ...] | None, batch_shape: Shape
+) -> tuple[int, ...]:
+    """Return the axes to reduce, counted from the front, in order."""
+    count = len(batch_shape)
+    given = tuple(range(count)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    if wrong := [number for number in given if not -count <= number < count]:
+        raise ValueError(
+            f"{function_location(fun)}: reduce_axis {wrong[0]} is out of range for the batch shape "
+            f"{batch_shape}"
+        )
+    axes = tuple(sorted(number % count for number in given))
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{function_location(fun)}: reduce_axis {axis} names an axis of the batch shape "
+            f"{batch_shape} twice"
+        )
+    return axes
+
+
+def _batch_axes(leaf: Shape, batch_shape: Shape) -> InAxes:
+    """Return where a leaf with these batch axes has each axis of the batch."""
+    absent = len(batch_shape) - len(leaf)
+    return tuple(
+        axis - absent if axis >= absent and leaf[axis - absent] == size else None
+        for axis, size in enumerate(batch_shape)
+    )
+
+
+def _in_axes(levels: Sequence[Level], mapped: Sequence[int]) -> InAxes:
+    """Return where each leaf has the first of these levels, while those inside are there too."""
+    first, *inside = levels
+    return tuple(
+        sum(level.mapped[i] and level.axes < first.axes for level in inside)
+        if first.mapped[i]
+        else None
+        for i in mapped
+    )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax.core.base.arrays import counted, scalar
-from rankax.core.reduce.states import InSlots, State, choose
+from rankax.core.reduce.row import InSlots, State, choose
 
 
 def no_index(dtype: Any) -> Any:

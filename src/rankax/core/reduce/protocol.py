@@ -12,7 +12,7 @@ One row of items is folded tile by tile (`Row.fold`)::
     result = reduction.finish_state(outputs, state, size)
 
 If no single program sees all items, each run of them is folded into a state, and the states are
-merged (`passes.py`). Calls over several devices, or over blocks of dask and cubed, do this::
+merged (`run.py`). Calls over several devices, or over blocks of dask and cubed, do this::
 
     states = [reduction.renumber(partial(run), place) for run, place in runs]
     state = reduction.merge_states(outputs, stacked(states))  # two, or all; the runs on axis 0
@@ -30,14 +30,14 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
   every order is right if the first one is. With `is_linear`, the fold itself is that program.
 * `chosen`: with `Row.picks`, `plain` evaluates so many items again, for the derivative.
 * With ``where``, the accumulations get `Outputs.mask`, and the accumulator says what adds `nothing`
-  or asks which items count (`passes.py`).
+  or asks which items count (`run.py`).
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
 `result`. They also set `is_linear` or define `differentiable_leaf`, unless their result has no
 derivative: the default returns constants, so gradients in chunks are zero. The code of a new
 reduction is in `ext/reductions`: `sums.py` or `winners.py` defines it, and its accumulator unless
-one of `states.py`, `extrema.py` or `accumulators.py` fits; `__init__.py` names it; and
+one of `row.py`, `extrema.py` or `accumulators.py` fits; `__init__.py` names it; and
 `rankax.reductions` exports it. Gradients, sharded batches and blocks need no more. A name is also
 listed under `reduce` in the docstrings of `auto_vmap` and `chunked_reduce`, in
 ``docs/howto/reduce.md`` and ``docs/reference/reductions.md``, and in `named_reductions` of
@@ -54,8 +54,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax.core.base.arrays import index_dtype
-from rankax.core.reduce.row import Row
-from rankax.core.reduce.states import Accumulation, Accumulator, Elementwise
+from rankax.core.reduce.row import Accumulation, Accumulator, Elementwise, Row
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
 
@@ -205,6 +204,53 @@ class Reduction:
     def with_places(self, result: Any, place: Place) -> Any:
         """Return an assembled result with each index of an item replaced by its ``place``."""
         return result
+
+
+class EachLeaf(Reduction):
+    """One result for each leaf, independent of the others."""
+
+    #: The equivalent function of `jax.numpy`.
+    function: Callable[..., Any]
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        for name, aval in zip(outputs.names, outputs.avals, strict=True):
+            if reason := self.misfit(aval):
+                raise MisfitError(f"{name} has dtype {aval.dtype}, and {reason}")
+
+    def misfit(self, aval: Any) -> str:
+        """Return why numbers of this type cannot be reduced, if so."""
+        return ""
+
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        """Return the accumulator of one leaf, for a row of ``size`` items."""
+        raise NotImplementedError
+
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
+        """Return the result of one leaf."""
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        return [type(self).function(out, axis=0) for out in outs]
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
+        return [
+            Accumulation(position, self.accumulator(aval, size), outputs.mask)
+            for position, aval in zip(outputs.positions, outputs.avals, strict=True)
+        ]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        pairs = zip(state, outputs.avals, strict=True)
+        return [self.result(own, aval, size) for own, aval in pairs]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        pairs = zip(outputs.avals, outputs.positions, strict=True)
+        states = [self.differentiable_leaf(aval, row, position) for aval, position in pairs]
+        return self.partial(outputs, row, states)
+
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        """Return the state of one leaf in terms that have the right derivative."""
+        step = Accumulation(position, self.accumulator(aval, row.size))
+        (state,) = row.fold_constants([step])
+        return state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Trace: a kernel -> the program of one item, its derivatives, and its fingerprint."""
+"""Trace: a kernel -> the program of one item, and its derivatives."""

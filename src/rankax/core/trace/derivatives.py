@@ -23,7 +23,7 @@ shows the program to `checkify`, outputs without a tangent or a mapped axis are 
 and a program with a `jax.Ref` is not hidden at all. Test: ``tests/trace/test_transformations.py``.
 
 Rules cannot be compared, so a differentiated eager call of a kernel with rules reuses no compiled
-loop (`fingerprint.derivatives_key`).
+loop (`derivatives_key` of `core/loop/reuse.py`).
 """
 
 import functools
@@ -58,7 +58,7 @@ def call_with_derivative_of(
     A program with a `jax.Ref` is ``other`` itself: JAX writes such programs anew before it compiles
     them, and has no rule for a primitive that it does not know.
 
-    With a ``key``, programs are compared (`core/trace/fingerprint.py`): if the program of ``fun``
+    With a ``key``, programs are compared (`core/loop/reuse.py`): if the program of ``fun``
     and the key are equal, so is the program of ``other``.
     """
     leaves, treedef = jax.tree.flatten(args)
@@ -77,12 +77,15 @@ def call_with_derivative_of(
     return out_trees[0].unflatten(programs.as_arrays(outs, program.out_avals))
 
 
-def keep_rules(closed: ClosedJaxpr) -> Any:
-    """Return a program equal to ``closed`` (a ``ClosedJaxpr``) whose rules JAX does not forget.
+def _keep_rules(closed: ClosedJaxpr) -> Any:
+    """Return a program equal to ``closed`` whose rules JAX does not forget.
 
     The same object if it has no rules.
     """
-    return programs.mapped_program(_with_kept_rules, closed) if _FORGETS else closed
+    return programs.mapped_program(_with_kept_rules, closed)
+
+
+keep_rules = _keep_rules if _FORGETS else programs.unchanged
 
 
 def _with_kept_rules(jaxpr: Jaxpr) -> Any:

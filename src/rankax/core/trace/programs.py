@@ -167,6 +167,11 @@ def mapped_program(fun: Callable[[Any], Any], closed: ClosedJaxpr) -> Any:
     return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
 
 
+def unchanged(program: Any) -> Any:
+    """Return a program itself, where another function would change it."""
+    return program
+
+
 def is_container(value: Any) -> bool:
     """Whether ``value`` is a tuple, list, dict or NamedTuple, and not a class with other rules."""
     return type(value) in (tuple, list, dict) or (

@@ -14,7 +14,7 @@ chunks, memory limits, devices, lanes, derivatives. Nothing is filled up outside
   An item without rows gets zeros, to which no derivative flows back.
 * The transpose of a read by index adds to the cotangent of the flat values. XLA does that in place,
   in the carry of the loop (``test_the_gradient_adds_in_place``), on all platforms and versions that
-  were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `core/loop/access.py`.
+  were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `core/loop/loop.py`.
 * In a program that is being traced, each length would have a cotangent as large as the values, and
   XLA:CPU of JAX 0.10 to 0.12 keeps all of them at once. So what is read there has the derivative of
   a mapped copy (`Role.slope`), whose cotangent has the items of this length only. XLA scatters
@@ -70,6 +70,7 @@ from rankax.ext.ragged.padded import (
     Padded,
     PaddedCall,
     Role,
+    as_a,
     places_of,
     read_at,
 )
@@ -293,7 +294,7 @@ class RaggedCall:
         given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
         bound = bind(derived, (), given, shapes_only=True)
         if self.compiled is None and self.of_item is None and not self.is_staged:
-            bound = PaddedCall(**vars(bound), padded=padded, given=call.paths)
+            bound = as_a(PaddedCall, bound, padded=padded, given=call.paths)
         reductions = self.options.reduce
         has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
         if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):

@@ -14,7 +14,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ from rankax.ext.bucket import weakened
 # The parameters of a derived kernel, besides those of the original that have no rank.
 ITEMS, MAPPED, WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
 
+T = TypeVar("T")
 Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel, such as by its compiled program
 
 
@@ -160,6 +161,13 @@ def _(primals: Any, tangents: Any) -> Any:
     return _with_slope(*primals), tangents[1]
 
 
+def as_a(kind: type[T], other: Any, **fields: Any) -> T:
+    """Return an object of this dataclass, with the other fields of one that it extends, or that."""
+    names = (field.name for field in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
+    own = {name: getattr(other, name) for name in names if name not in fields}
+    return kind(**own, **fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class PaddedItem(ItemProgram):
     """An item in two parts: one reads its leaves, and ``closed`` is the user's kernel on them."""
@@ -186,12 +194,7 @@ class PaddedItem(ItemProgram):
         constvars = [*inputs[:count], *closed.jaxpr.constvars]
         program = with_variables(program, inputs[count:], program.outvars, constvars=constvars)
         closed = ClosedJaxpr(program, [*arrays, *closed.consts])
-        fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in _OF_ITEM}
-        fields["closed"] = closed
-        return ItemProgram(**fields)
-
-
-_OF_ITEM = dataclasses.fields(ItemProgram)
+        return as_a(ItemProgram, self, closed=closed)
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,8 +228,7 @@ class PaddedCall(BoundKernel):
             given = list(leaves), list(whole)
             for (values, at), x in zip(own, read, strict=True):
                 given[values is whole][at] = x
-            fields: dict[str, Any] = {**vars(self), "leaves": given[0]}
-            call = _Reading(**fields, whole=given[1], is_read=is_read)
+            call = as_a(_Reading, self, leaves=given[0], whole=given[1], is_read=is_read)
             return jax.tree.leaves(call.on_item(plan)(*items))
 
         read, avals = tuple(values[at] for values, at in own), tuple(self.types_of_item(plan))
@@ -252,8 +254,8 @@ class PaddedCall(BoundKernel):
         item = self.trace_on(kernel, _types.get_or_make((how, plan), types), plan, reductions)
         if any(map(is_ref, item.closed.consts)):
             return super().trace(plan, reductions)
-        fields = {**vars(item), "closed": opened(item.closed)}
-        return PaddedItem(**fields, read=read, how=how, reader=reader, avals=avals)
+        closed = opened(item.closed)
+        return as_a(PaddedItem, item, closed=closed, read=read, how=how, reader=reader, avals=avals)
 
 
 @dataclasses.dataclass(eq=False)

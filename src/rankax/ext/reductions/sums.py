@@ -2,6 +2,7 @@
 """Reductions to which every item contributes: sums and the like, and any monoid."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from rankax.core.protocol import (
     Accumulation,
+    EachLeaf,
     Elementwise,
     MisfitError,
     Ordered,
@@ -27,7 +29,12 @@ from rankax.core.protocol import (
     scalar,
 )
 from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, Outer
-from rankax.ext.reductions.each import EachLeaf, dtype_of
+
+
+def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
+    """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
+    like = jax.ShapeDtypeStruct((1,), aval.dtype)
+    return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
 
 
 def wide(dtype: Any) -> Any:

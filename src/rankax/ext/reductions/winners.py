@@ -20,6 +20,7 @@ from rankax.core.protocol import (
     Accumulation,
     Accumulator,
     Arg,
+    EachLeaf,
     Elementwise,
     MisfitError,
     Outputs,
@@ -38,7 +39,7 @@ from rankax.core.protocol import (
     too_many,
     worst_value,
 )
-from rankax.ext.reductions.each import EachLeaf, dtype_of
+from rankax.ext.reductions.sums import dtype_of
 from rankax.ext.reductions.top import Top, as_floats, first_k, has_floats, if_found, sort_key
 
 

@@ -350,7 +350,7 @@ def read_window_reductions(value: Any, site: str) -> Reductions | None:
 class _WindowFold:
     """The reduction of the steps in each window; a state is a list of arrays.
 
-    A window is reduced like a row whose items are on several devices (`rankax.core.reduce.passes`):
+    A window is reduced like a row whose items are on several devices (`rankax.core.reduce.run`):
     each step is a run of one item, and its state is merged into that of the window.
     """
 

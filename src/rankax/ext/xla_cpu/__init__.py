@@ -13,10 +13,10 @@ and ``benchmarks/tile_sizes.py`` with it, and delete the rules whose tests fail 
 learned.
 
 =================  ==============================================================================
-`tiles`            how many items are evaluated at once
-`kept_values`      values that several loops read are stored, and inputs of some functions copied
+`rules`            when the rules hold; and how many items are evaluated at once
+`kept_values`      values that several loops read are stored, inputs of some functions copied, and
+                   small vectors that a reduction reads again stored by component
 `kept_residuals`   so is what a reverse pass reads again
-`components`       small vectors that a reduction reads again are stored by component
 `extremes`         extremes compare less, or one tile later
 `library`          which sums of a call without chunks a library computes
 `slow_chunks`      no rule, but a warning of a fault in one version of JAX

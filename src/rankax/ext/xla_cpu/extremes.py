@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr
 from rankax.core.protocol import (
     Accumulation,
     Arg,
+    Chosen,
     Chunks,
     State,
     counted,
@@ -37,23 +38,31 @@ def in_tiles(step: Accumulation, jaxpr: Jaxpr, *, again: bool) -> Accumulation:
     ``again``: a `BlockArg` may be returned, and its tile is evaluated again, unless the program of
     an item has effects.
     """
-    accumulator = step.accumulator
-    kind = type(accumulator)
+    old = step.accumulator
     if step.is_wide:
         return step
-    if isinstance(accumulator, Arg) and not accumulator.some:
-        names = {operation.name for operation in operations(jaxpr)}
-        if names & _CALLS_OF_C:
-            kind = DelayedArg
-        elif again and not (names & FUNCTIONS or accumulator.core or jaxpr.effects):
-            kind = BlockArg
-    elif (
-        isinstance(accumulator, Top)
-        and accumulator.k <= _MOST_IN_SLOTS
-        and not accumulator.has_floats
-    ):
-        kind = TopOfSlots
-    return dataclasses.replace(step, accumulator=kind(**vars(accumulator)))
+    if isinstance(old, Top) and old.k <= _MOST_IN_SLOTS and not old.has_floats:
+        top = TopOfSlots(
+            *_of_values(old),
+            some=old.some,
+            k=old.k,
+            descending=old.descending,
+            has_floats=False,
+        )
+        return dataclasses.replace(step, accumulator=top)
+    if not isinstance(old, Arg) or old.some:
+        return step
+    names = {operation.name for operation in operations(jaxpr)}
+    if names & _CALLS_OF_C:
+        return dataclasses.replace(step, accumulator=DelayedArg(*_of_values(old)))
+    if again and not (names & FUNCTIONS or old.core or jaxpr.effects):
+        return dataclasses.replace(step, accumulator=BlockArg(*_of_values(old)))
+    return step
+
+
+def _of_values(old: Chosen) -> tuple[Any, Any, Any, Any]:
+    """Return what `Chosen` is made from."""
+    return old.core, old.dtype, old.index_dtype, old.largest
 
 
 class DelayedArg(Arg):

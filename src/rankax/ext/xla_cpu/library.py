@@ -25,10 +25,10 @@ from jax import core
 from rankax.core.protocol import NO_RULES, TRIED
 from rankax.ext.equations import FUNCTIONS, SUMS, operations
 from rankax.ext.xla_cpu.kept_values import computes_again
-from rankax.ext.xla_cpu.tiles import LIBRARY_FROM
 
 OPTION = "xla_cpu_experimental_ynn_fusion_type"  # what the library computes
 PRODUCTS_ONLY = {OPTION: "LIBRARY_FUSION_TYPE_DOT"}
+LIBRARY_FROM = 4096  # numbers of an operand; found by compiling
 _SHORT = 8  # numbers for each result, up to which a loop is faster than the library
 
 

@@ -1,17 +1,44 @@
 # SPDX-License-Identifier: MIT
-"""When the rules for XLA on a CPU hold, and what they answer."""
+"""When the rules for XLA on a CPU hold, what they answer, and the rule for tiles.
+
+The tile is how many items a CPU evaluates at once. ``chunk_size`` is only an upper bound.
+
+A tile has as many items as have their values in half of the second-level cache of a core; in a
+derivative, which also computes cotangents, in a quarter of it. It has not so many that a short sum
+goes to a library that XLA:CPU calls for sums, maxima and minima of 4096 numbers or more: the
+library needs its operand stored first, and is faster for long rows only. It has at least 512 where
+each tile calls LAPACK, sorts or transforms, and 16 where it convolves, because such a call costs
+about as much as it takes for so many small items.
+
+A reduction has at most 1024 items in a tile, which keeps its running states in the cache. One that
+adds a matrix in each tile (`Gram`) has at least as many as the matrix has rows, or the sum of
+matrices would take longer than the products.
+
+The tile must be known before the levels of a plan are cut. So a chunked kernel is traced first, and
+the same program is then mapped: a call still traces it once. `plan` traces it, too. A batch that
+fits one chunk has no tiles; it stays plain `jax.vmap`.
+
+Measured by ``benchmarks/tile_sizes.py``. Tests: ``tests/xla_cpu/test_tiles.py``;
+``test_upstream.py::test_short_sums_of_many_numbers_go_to_a_library`` fails when XLA:CPU no longer
+calls the library, and the second sentence may go.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from rankax.core.protocol import (
     COMPILER_RULES,
     NO_RULES,
+    Chosen,
     LoopSpec,
     Options,
     Rules,
@@ -20,7 +47,8 @@ from rankax.core.protocol import (
     register,
     switch,
 )
-from rankax.ext.xla_cpu import components, extremes, kept_residuals, kept_values, library, tiles
+from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
+from rankax.ext.xla_cpu import extremes, kept_residuals, kept_values, library
 
 # The versions of JAX that the rules were measured with; `__init__.py` says how to raise the second.
 _SINCE, _BEFORE = (0, 12), (0, 13)
@@ -28,17 +56,96 @@ _SINCE, _BEFORE = (0, 12), (0, 13)
 #: Whether the rules hold for kernels that do not say so themselves.
 DEFAULT = switch("RANKAX_XLA_CPU", default=True)
 
+# Tiles.
+
+_MOST_REDUCED = 1024
+_LONG = 16  # numbers for each result, from which on the library is faster than a loop
+# The least number of items, where each tile calls these.
+_LEAST = {**dict.fromkeys(LIBRARIES, 512), "conv_general_dilated": 16}
+_FORWARD, _DERIVATIVE = 1 / 2, 1 / 4  # of the cache
+_PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
+
+
+def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
+    """Return how many items a tile should have, from the program of one item.
+
+    ``updated``: the numbers that each tile reads and writes besides, such as a sum of matrices.
+    """
+    found = list(of_item(jaxpr))
+    # A tile has as many values as the state that it updates, or the update takes longer.
+    size = bytes_of_item(jaxpr)
+    short = max(map(_numbers_of_short_sum, found), default=0)
+    most = (library.LIBRARY_FROM - 1) // short if short else None
+    least = max((_LEAST.get(each.name, 1) for each in found), default=1)
+
+    def tile(share: float) -> int:
+        fits = int(_cache_bytes() * share / max(1, size))
+        return max(least, min(fits, most or fits), math.isqrt(updated))
+
+    return Tiles(tile(_FORWARD), tile(_DERIVATIVE))
+
+
+def _pays_to_store(jaxpr: Any) -> bool:
+    """Whether to store what an item computes takes less time than to compute it again.
+
+    Elementwise operations run faster in the cache than their results are read from memory.
+    """
+    found = list(of_item(jaxpr))
+    if any(each.name in LIBRARIES for each in found):
+        return True
+    products = sum(_numbers_of_product(each) * each.times for each in found)
+    return products > _PRODUCTS_PER_BYTE * bytes_of_item(jaxpr)
+
+
+@functools.cache
+def _cache_bytes() -> int:
+    """Return the size of the L2 cache of a core; a megabyte if the machine does not tell."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text(encoding="ascii")
+        return int(text.strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 2**20
+
+
+def _numbers_of_short_sum(operation: Operation) -> int:
+    """Return how many numbers of an item a sum takes that a loop adds faster; 0 if it is none."""
+    eqn, name = operation.eqn, operation.name
+    if operation.calls or name not in (*SUMS, "dot_general"):
+        return 0
+    operand, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    if not jnp.issubdtype(out.dtype, jnp.floating) or operand.size <= out.size:
+        return 0
+    if name == "dot_general":
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        is_dot = all(operation.varying) and out.ndim == len(batch)  # of two vectors
+        return operand.size if is_dot and operand.size < _LONG * out.size else 0
+    axes = eqn.params["axes"]
+    is_row = {*axes} == {*range(operand.ndim)[-len(axes) :]}
+    return 0 if is_row and operand.size >= _LONG * out.size else operand.size
+
+
+def _numbers_of_product(operation: Operation) -> int:
+    """Return how many numbers a product with a matrix takes that all items share."""
+    if operation.name != "dot_general" or operation.calls or all(operation.varying):
+        return 0
+    eqn = operation.eqn
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+
+
+# The rules, and when they hold.
+
 
 class XlaCpu(Rules):
     """The rules."""
 
-    most_reduced = tiles.MOST_REDUCED
+    most_reduced = _MOST_REDUCED
 
     def tiles(self, jaxpr: Jaxpr, updated: int) -> Tiles:
-        return tiles.best_tiles(jaxpr, updated)
+        return best_tiles(jaxpr, updated)
 
     def pays_to_store(self, jaxpr: Jaxpr) -> bool:
-        return tiles.pays_to_store(jaxpr)
+        return _pays_to_store(jaxpr)
 
     def evaluated(self, jaxpr: Jaxpr, mapped: Sequence[int]) -> Any:
         return kept_values.keep_inputs(kept_values.keep_values(jaxpr), mapped)
@@ -52,10 +159,11 @@ class XlaCpu(Rules):
     def stored(
         self, leaves: Sequence[Any], specs: tuple[LoopSpec, ...]
     ) -> tuple[list[Any], tuple[LoopSpec, ...]]:
-        return components.by_component(leaves, specs)
+        return kept_values.by_component(leaves, specs)
 
     def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
-        return extremes.in_tiles(step, jaxpr, again=again)
+        is_extreme = isinstance(step.accumulator, Chosen)
+        return extremes.in_tiles(step, jaxpr, again=again) if is_extreme else step
 
     def compiled(self, fun: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         return library.jit(fun, args, options)
