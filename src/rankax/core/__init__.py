@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""A call: declare, plan, trace, walk, fold. It knows no extension; they register here."""
+"""A call: declare, plan, trace, loop, reduce. It imports no extension; they register here."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Where extensions act on a call. `core/call/run.py` asks each of these lists, in their order.
+"""Where extensions act on a call: one place for each kind of hook, which the path of a call asks.
 
-Without extensions the lists are empty, and a call is a nest of maps and loops over the program of
-one item. An extension appends to a list when it is imported. What a hook receives and returns is
-described at the list; a hook that does not apply returns None.
+Without extensions there are none, and a call is a nest of maps, or of loops over the program of one
+item. An extension adds its hooks when it is imported. What a hook receives and returns is described
+at its place; one that does not apply returns None, or False if that is asked.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ HERE = Placement()
 
 
 class Pass(Protocol):
-    """What changes the program of an item before it is walked; hashable, a key of kept programs."""
+    """What changes the program of an item before it is walked; hashable, part of a `Nest`."""
 
     def both(self, jaxpr: Jaxpr) -> Jaxpr:
         """Return the program as every pass evaluates it."""
@@ -92,7 +92,7 @@ class Pass(Protocol):
 
 
 class Walker(Protocol):
-    """What walks the items of all levels in place of loops; hashable, a key of kept programs."""
+    """What walks the items of all levels in place of loops; hashable, part of a `Nest`."""
 
     def walk(
         self, fun: Any, leaves: Sequence[Any], levels: Sequence[Any], item: Any, *, back: bool
@@ -115,7 +115,7 @@ class Observer(Protocol):
 
 
 class Form:
-    """How a kernel is called for one item; hashable."""
+    """How a kernel that does not take one item is called to evaluate one; hashable."""
 
     in_front: Sequence[str] = ()  # sentences that are added to an error of the kernel
     takes_chunks = False  # whether a chunk becomes one call, so that it is not cut into tiles
@@ -174,7 +174,7 @@ class Rules:
     def stored(
         self, leaves: Sequence[Any], specs: tuple[Any, ...]
     ) -> tuple[list[Any], tuple[Any, ...]]:
-        """Return the arrays that a reduction reads as it reads them best, and where they are."""
+        """Return the arrays that a reduction reads as it reads them best, and levels to match."""
         return list(leaves), specs
 
     def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:

@@ -79,7 +79,7 @@ def register(*options: Option, together: Callable[[Options, str], None] | None =
 class Options:
     """All options of one call, by name: attributes that cannot be set.
 
-    Hashable because `jax.jit` keys its programs on them.
+    Hashable because kept programs are looked up by them.
     """
 
     if TYPE_CHECKING:
@@ -120,7 +120,10 @@ class Options:
 
     @functools.cached_property
     def given(self) -> frozenset[str]:
-        """The options that are not the default; ``auto`` if a default chooses the chunk size."""
+        """The options whose values are not the default, or with "auto", replaced by another.
+
+        And ``auto``, if a default chooses the chunk size.
+        """
         given = {name for name, value in self.values().items() if value != DEFAULTS[name]}
         return frozenset(given | {"auto"} if self.chunk_size == AUTO else given)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Words, checks, names and trees: helpers used by every other subpackage."""
+"""Words, checks, names, trees, arrays and caches: helpers used by every other subpackage."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Caches of bounded size, and the registry that shows and empties all of them.
 
-What a call keeps between calls is in a `Kept`, in a `KeptDict` where a look-up must be faster, or
-in the `Members` of a kernel. Each registers itself by what it holds. Functions of shapes and
-strings alone, whose values are few small tuples, use `functools.lru_cache` and are not listed.
+What a call keeps between calls is in a `Kept`, or in the `Members` of a kernel. Each registers
+itself by what it holds. Functions of shapes and strings alone, whose values are few small tuples,
+use `functools.lru_cache` and are not listed.
 """
 
 from __future__ import annotations

@@ -455,7 +455,7 @@ def refuse_nodes(call: BoundKernel) -> BoundKernel:
 
 
 def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
-    """Do what `bind` does, without checking or converting the leaves."""
+    """Do what `bind` does, without converting the leaves or checking what they are."""
     arguments = kernel.bind(args, kwargs)
     names = tuple([name for name in kernel.declaration.ranks if name in arguments.arguments])
     leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])

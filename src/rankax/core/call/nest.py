@@ -274,8 +274,10 @@ class _Walk:
     def serves_both(self, mapped: Sequence[jax.Array]) -> bool:
         """Whether the walk that is evaluated is also the best one to differentiate.
 
-        It is not if a derivative walks other chunks, goes back through a few items of each row, or
-        would copy what chunks overlap or read by index.
+        It is not if lanes walk it, or a derivative walks other chunks or another program. Nor, of a
+        map, if chunks overlap or are read by index, because a derivative would copy outputs; nor,
+        of a reduction, if it is not linear, has a mask, goes back through a few items of each row,
+        or if tiles overlap, because a derivative must not count an item twice.
         """
         has_walker = any(spec.walker is not None for spec in self.nest.specs)
         if has_walker or any(each.differs_back(self.jaxpr) for each in self.nest.passes):

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: MIT
 """A bound call, and the path of every call: plan, trace, fit, run.
 
-A front end binds its arguments into one form, a `Bound`: `auto_vmap` in `bind.py`, `chunked_vmap`
-and `chunked_reduce` in `_front/chunked.py`. Nothing else in which they differ is known here.
+A front end binds its arguments into one form, a `Bound`: `bind.py` does so for `auto_vmap`, and
+`_front/chunked.py` for `chunked_vmap` and `chunked_reduce`. Nothing else in which they differ is
+known here.
 
-A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
-hand gives (without ``cpu_math``). Otherwise the kernel is traced once, for one item, and all later
-steps (the memory limit, the tile, the loops, the devices) work on the program of that item.
-What ``plan`` prints is found by the same steps (`ext/explain`); an eager call that is known skips
-those after the trace.
+A map without a loop nests maps around the kernel itself, so its program is the one that nesting by
+hand gives, unless an extension asks for the program of an item (`untraced`). Otherwise the kernel
+is traced once in each call, for one item, and all later steps (the memory limit, the tile, the
+loops, the devices) work on the program of that item. What ``plan`` prints is found by the same
+steps (`ext/explain`); an eager call that is known skips those after the trace.
 
 Words used throughout:
 
-* chunk: the items of a map that one step of a loop evaluates at once, at most ``chunk_size``
+* chunk: the items of a map that one step of a loop takes, at most ``chunk_size``
 * tile: the items of a reduction that one step evaluates at once; in a plan, also the items that a
   step of a map does (`Level.tile`)
 * slot: the place of an item in a tile; a running state has one value for each slot
@@ -87,7 +88,7 @@ class Bound(abc.ABC):
     out_axes : int, None, or a pytree prefix of those
         Where outputs have the mapped axis, if the call has a single level.
     axis_name : hashable or None
-        The name by which collectives in the kernel may refer to the mapped axis.
+        The name of the mapped axis; a collective over it is refused in chunks.
     """
 
     fun: Callable[..., Any]
@@ -152,7 +153,7 @@ class Bound(abc.ABC):
         return jax.tree.unflatten(trees[-1], outs)
 
     def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
-        """Return the call for a part of this batch shape; its mapped leaves are shapes only."""
+        """Return the call for a part of this batch shape, to be planned: its leaves are shapes."""
         leaves = list(self.leaves)
         for i, axes in zip(plan.mapped, plan.batch_axes, strict=True):
             sizes = list(leaves[i].shape)

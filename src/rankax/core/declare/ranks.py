@@ -4,7 +4,8 @@
 The normal form is a tree per parameter whose entries are `Rank` or ``None`` (untouched). It is
 built and checked once, when the kernel is decorated.
 
-A return annotation is checked only if it has one rank, because no explicit rank could override it.
+A return annotation is read only if it has one rank (`ext/annotations.py`); of explicit ranks, only
+a signature says what is returned.
 An option that shares its name with a parameter is accepted only if the parameter has a rank from
 elsewhere. Otherwise the call would be ambiguous.
 

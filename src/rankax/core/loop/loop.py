@@ -11,12 +11,13 @@ it decides the memory:
 * Any other operand is read by index, and so is its tangent. It needs no derivative rule of our own:
   the transpose adds the cotangent of each chunk in place (`take_chunk` says when), so that
   no input is copied, for any length and axis.
-* Where such a loop is differentiated (``back``), its outputs leave as ``ys`` (`Store.as_rows`),
-  which costs one copy of them and of their tangents or cotangents. Two alternatives
-  that avoid this copy were tried and rejected, on XLA:CPU with JAX 0.10 and 0.12. If chunks are
-  written in place, the transpose reads a chunk of the cotangent and then clears it, and XLA copies
-  the cotangent in every step. If they are added in place, overlapping items have to be masked, and
-  the zeros of that mask made the gradient of the distances in the benchmark a fifth slower.
+* Where such a loop is differentiated (``back``), outputs that have tangents leave as ``ys``
+  (`Store.as_rows`), which costs one copy of them and of their tangents or cotangents. Two
+  alternatives that avoid this copy were tried and rejected, on XLA:CPU with JAX 0.10 and 0.12. If
+  chunks are written in place, the transpose reads a chunk of the cotangent and then clears it, and
+  XLA copies the cotangent in every step. If they are added in place, overlapping items have to be
+  masked, and the zeros of that mask made the gradient of the distances in the benchmark a fifth
+  slower.
 
 How chunks are read, written and joined. Chunks that divide axis 0 are rows of a stack
 (`stack_chunks`). All others are read by index (`take_chunk`): if no chunk divides the axis, the

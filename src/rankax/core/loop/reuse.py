@@ -6,8 +6,8 @@ a function that the kernel uses has changed. Tracing is cheap, but JAX compiles 
 new trace, because its caches identify programs by object. A key made of the kernel and its shapes
 would be stale as soon as a global changes. So the program of a whole call is looked up (`run_kept`)
 by the `fingerprint` of the traced program of one item, and by the key of the call: its plan without
-chunks, its options and its parts (`core/call/run.py`). Arrays that the kernel closes over are
-inputs of that program: they may change, and are not kept alive.
+chunks, its options, its parts and so on (`_run` of `core/call/run.py`). Arrays that the kernel
+closes over are inputs of that program: they may change, and are not kept alive.
 
 The scans of `ext/scan` keep their programs here, too. ``jit=True`` (`ext/jit.py`) and blocks
 (`ext/blocks/programs.py`) keep theirs in their own ways.
@@ -19,8 +19,9 @@ of its own, because rules are functions, which cannot be compared.
 Each kept program is a function of its own for `jax.jit`, which compares everything else on which
 the compilation depends: shapes, devices, contexts, the configuration of JAX.
 
-A call that is not eager, or whose program cannot be compared, takes the uncached path. Where rules
-are what cannot be compared, a warning says so when the same derivative is compiled again.
+A call inside another program is a part of that program. An eager call whose program cannot be
+compared is compiled each time; where rules are what cannot be compared, a warning says so when the
+same derivative is compiled again.
 
 JAX defines no equality of programs, and the text of a program omits details: two functions with the
 same name look the same. Here two programs have equal fingerprints only if they agree equation by
@@ -32,8 +33,8 @@ program that cannot be compared with certainty has no fingerprint:
   function does may change while it stays the same object;
 * a program with arrays inside a loop or a branch, or among its parameters. `opened` moves arrays
   out of calls of `jax.jit` only; to move them out of every primitive, each would have to be known;
-* a program with parameters of classes outside JAX, whose ``==`` may ignore a difference, such as
-  that between 1 and True.
+* a program with parameters of other classes than `_KNOWN` and `_RECORDS`: their ``==`` may ignore a
+  difference, such as the one between 1 and True.
 
 Derivative rules are left out: evaluation does not use them, and each trace makes new ones.
 `without_rules` is the program to keep, because it holds no function of the caller.
@@ -308,9 +309,9 @@ def run_kept(
 
     What ``make`` returns holds no object of the caller, and follows from the item, the key and the
     mode; None stands for a call that has no such program, and so do the results. With a key of
-    None, the program is compiled but not kept. ``compiled`` is `jax.jit`, which also gets the
-    arguments of the function. Inside `checking`, an eager call that finds a program also compiles
-    a new one, and compares the results.
+    None, the program is compiled but not kept. ``compiled`` is `Options.compiled`. Inside
+    `checking`, an eager call that finds a program also compiles a new one, and compares the
+    results.
     """
     if mode is Mode.STAGED:
         program = make()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """One level of a nest as data, how its items are numbered and read, and a split key for each.
 
-A nest has one `LoopSpec` for each level, outermost level first: everything that its program depends
-on except the item. They are part of the key of memory measurements (`ext/memory/choose.py`), so the
+A nest has one `LoopSpec` for each level, outermost level first: all that says how the level is
+walked. They are part of the key of memory measurements (`ext/memory/choose.py`), so the
 key has every new option of loops.
 
 ``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says for which

@@ -2,18 +2,17 @@
 """Plan a call: shapes divided by their ranks, the levels that cover the batch, and the nesting.
 
 Batch axes agree by NumPy's rules, core dimensions by name. Disagreements are returned as data;
-`rankax.core.plan.report` words them. `plan_nesting` does all of it; the rest of the file is in the
-order of its steps.
+`rankax.core.plan.report` words them. `plan_nesting`, at the end, does all of it.
 
 A chunk fills the levels from the innermost outwards. A batch that fits one chunk has one level per
-axis, all plain `jax.vmap`, as if there were no bound. Otherwise, adjacent axes that all leaves map
-alike are merged first, so that a chunk can span them.
+axis, all plain `jax.vmap`, as if there were no bound (but see `loops_of`). Otherwise, adjacent axes
+that all leaves map alike are merged first, so that a chunk can span them.
 
 A chunk size that divides an axis is preferred, even at the cost of a quarter more steps: it needs
 no overlap, and along axis 0 a derivative then copies nothing. If none is that close, the last chunk
 starts early and overlaps the one before it; `core/loop/loop.py` reads it.
 
-In a reduction, items of the overlap that were counted before add nothing (`core/loop/loop.py`).
+In a reduction, items of the overlap that were counted before add nothing (`core/reduce/row.py`).
 """
 
 import dataclasses
@@ -142,6 +141,9 @@ def bind_sizes(cores: Iterable[tuple[int, Shape, Rank]], sizes: dict[str, int]) 
 class Split:
     """One array of keys that are split over the batch axes that it lacks.
 
+    Or, with the position `NO_ARRAY`, one padded axis, along which the numbers tell copies from
+    items.
+
     The number of an item is the sum of index times stride over all axes of the batch.
     """
 
@@ -227,7 +229,7 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
 
 
 def even_chunk_size(sizes: Sequence[int], most: int) -> int:
-    """Return a chunk size of at most ``most``, and of half as much, that divides all levels.
+    """Return a chunk size from half of ``most`` to ``most`` that divides the level it cuts.
 
     Parameters
     ----------
@@ -365,7 +367,7 @@ def plan_levels(
         return tuple(levels)
     tile, other = (min(chunk_size, best or chunk_size) for best in tiles)
     merged = _merged(levels, batch_shape)
-    if reduced:  # the remainder is a tile of its own, so derivatives copy nothing extra
+    if reduced:  # no output of an item is stored, so the same tiles serve a derivative
         cut = derivative = _cut(merged, tile, tile)
     else:
         cut, derivative = _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other)
@@ -420,7 +422,7 @@ class Schedule:
     kernel : str
         Name of the kernel.
     batch_shape : tuple of int
-        The leading axes of every output.
+        The axes of the batch, broadcast; outputs have them in front, without those in ``reduced``.
     leaves : tuple of LeafPlan
         Every leaf that has a rank, in the order of the parameters.
     levels : tuple of Level
@@ -488,7 +490,7 @@ class Nesting:
     in_axes: tuple[InAxes, ...]  # per level, for the mapped arrays
     loops: tuple[bool, ...]  # per level, whether its chunks are evaluated one after another
     reshaped: tuple[tuple[int, Shape], ...] = ()  # array, and its shape without stretched axes
-    splits: tuple[Split, ...] = ()  # the keys of which each item gets its own
+    splits: tuple[Split, ...] = ()  # of keys of which each item gets its own, and of padded axes
 
 
 def plan_nesting(
@@ -516,7 +518,8 @@ def plan_nesting(
     tiles : Tiles
         How many items a tile should have where there are chunks, because that is faster.
     reduce, reduce_axis
-        The name of the reduction, and what it reduces, as the caller says it; by default nothing.
+        The name of the reduction, and the axes that it reduces, as the caller says it: None is all
+        of them, and by default there are none.
 
     Raises
     ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Accumulators of reductions that choose items: by value, or by keys that sort like the values."""
+"""Accumulators of reductions that choose items by their values."""
 
 import dataclasses
 from collections.abc import Callable

@@ -4,7 +4,7 @@
 One row of items is folded tile by tile (`Row.fold`)::
 
     state = accumulator.start(slots)
-    for begin in range(0, size, slots):
+    for begin in range(0, size, slots):  # the last may begin earlier, see `row.py`
         tile = jax.vmap(kernel, out_axes=-1)(items[begin : begin + slots])
         state = accumulator.step(state, tile, begin + jnp.arange(slots))
     state = accumulator.join(state)  # the slots become one
@@ -12,14 +12,14 @@ One row of items is folded tile by tile (`Row.fold`)::
     result = reduction.finish_state(outputs, state, size)
 
 If no single program sees all items, each run of them is folded into a state, and the states are
-merged (`run.py`). Calls over several devices, or over blocks of dask and cubed, do this::
+merged (`ext/runs.py`). Calls over several devices, or over blocks of dask and cubed, do this::
 
-    states = [reduction.renumber(partial(run), place) for run, place in runs]
+    states = [reduction.renumber(outputs, partial(run), place) for run, place in runs]
     state = reduction.merge_states(outputs, stacked(states))  # two, or all; the runs on axis 0
     result = reduction.finish_state(outputs, state, size)
 
-A reduction must define `name`, `plain` (of a row that is evaluated at once), `accumulations` and
-`finish_state`. The other methods have defaults:
+A reduction defines `plain` (of a row that is evaluated at once), `accumulations`, `finish_state`,
+and `name` if that is not the name of its class. The other methods have defaults that serve:
 
 * `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override
   `partial`, which evaluates their winners once more and puts these outputs into the state in place
@@ -30,16 +30,16 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
   every order is right if the first one is. With `is_linear`, the fold itself is that program.
 * `chosen`: with `Row.picks`, `plain` evaluates so many items again, for the derivative.
 * With ``where``, the accumulations get `Outputs.mask`, and the accumulator says what adds `nothing`
-  or asks which items count (`run.py`).
+  or asks which items count (`Accumulation.taken`).
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
 `result`. They also set `is_linear` or define `differentiable_leaf`, unless their result has no
 derivative: the default returns constants, so gradients in chunks are zero. The code of a new
 reduction is in `ext/reductions`: `sums.py` or `winners.py` defines it, and its accumulator unless
-one of `row.py`, `extrema.py` or `accumulators.py` fits; `__init__.py` names it; and
-`rankax.reductions` exports it. Gradients, sharded batches and blocks need no more. A name is also
-listed under `reduce` in the docstrings of `auto_vmap` and `chunked_reduce`, in
+one of `accumulators.py` there, or of `row.py` or `extrema.py` here, fits; `__init__.py` names it;
+and `rankax.reductions` exports it. Gradients, sharded batches and blocks need no more. A name is
+also listed under `reduce` in the docstrings of `auto_vmap` and `chunked_reduce`, in
 ``docs/howto/reduce.md`` and ``docs/reference/reductions.md``, and in `named_reductions` of
 ``tests/helpers.py``.
 """
@@ -247,7 +247,7 @@ class EachLeaf(Reduction):
         return self.partial(outputs, row, states)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        """Return the state of one leaf in terms that have the right derivative."""
+        """Return the state of one leaf in terms with the right derivative; by default constants."""
         step = Accumulation(position, self.accumulator(aval, row.size))
         (state,) = row.fold_constants([step])
         return state

@@ -6,9 +6,9 @@ it fit a tile whole and are mapped; those around it are evaluated item by item. 
 its states with the slots joined, and the loop around it merges them.
 
 The last tile overlaps the one before it if no tile divides the level. Items that were counted
-before add nothing and send nothing back (`rankax.core.loop.loop.without_repeated`). A smaller tile
-for what is left would be a second copy of the kernel: it would double the time to trace and
-compile.
+before add nothing (`Accumulation.step`), unless that makes no difference (`may_repeat`), and send
+nothing back (`rankax.core.loop.loop.without_repeated`). A smaller tile for what is left would be a
+second copy of the kernel: it would double the time to trace and compile.
 
 A state holds one value for each slot of a tile: item ``j`` of every tile goes into slot ``j``,
 elementwise, and the slots are joined once, after the loop. A sum across the slots in every step
@@ -18,7 +18,8 @@ more than 16 numbers are joined in every step, because their slots would not fit
 (`Accumulation.is_wide`).
 
 The slots are the last axis of each array of a state; the other axes are the core axes of an output.
-The states of several runs of items are slots, too: `join_runs` merges them (`run.py`).
+(In `Ordered`, they are axis 0.) The states of several runs of items are slots, too: `join_runs`
+merges them (`ext/runs.py`).
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ from rankax.core.loop.loop import (
 from rankax.core.loop.spec import LoopSpec, items_at, vmap_level
 from rankax.core.plan.schedule import Chunks
 
-State = Any  # a pytree of arrays, each with the slots on the last axis
+State = Any  # a pytree of arrays, each with slots
 
 _MOST_PER_SLOT = 16  # numbers; larger slots would not fit the cache together
 
@@ -67,7 +68,8 @@ class Accumulator(Protocol):
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         """Add one tile; ``index`` holds the flat index of its item in each slot.
 
-        ``counts``: which items count; `nothing` is already in place of the others.
+        ``counts``: which items count; `nothing`, if there is such a thing, is already in place of
+        the others.
         """
 
     def nothing(self) -> Any:
@@ -446,7 +448,7 @@ class Row:
 
 
 def _that_count(row: Row, counts: Callable[..., jax.Array], steps: Steps) -> tuple[Row, Steps]:
-    """Return a row without a mask, and steps to which an item that is left out adds nothing."""
+    """Return a row without `Row.counts`, and steps to which an item left out adds nothing."""
 
     def item(*leaves: Any) -> list[jax.Array]:
         # The loop itself would store the mask of each item for the derivative.
@@ -455,7 +457,7 @@ def _that_count(row: Row, counts: Callable[..., jax.Array], steps: Steps) -> tup
             taken = step.taken(outs.__getitem__, is_counted)
             for position, out in zip(*map(jax.tree.leaves, (step.outputs, taken)), strict=True):
                 outs[position] = out
-        # Overwrites the mask: a left-out item was evaluated on the inputs of another one.
+        # Not the mask among the outputs: an item left out was evaluated on another one's inputs.
         return [*outs, is_counted]
 
     own = row.count_of_outputs

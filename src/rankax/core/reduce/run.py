@@ -54,8 +54,8 @@ class Reductions:
     ``places`` has the positions of the ``entries`` at each leaf of the given ``tree``: one, unless
     the leaf is `Several`. The results have the structure ``structure``.
 
-    ``of_run`` is the number of items in all runs if each row is only one run; `reduce_row` then
-    returns states for `RunStates`. None: rows are whole.
+    ``of_run`` is the number of items in all runs if each row is only one run; `RowReduction` then
+    returns states for `RunStates` (`ext/runs.py`). None: rows are whole.
     """
 
     entries: tuple[Reduction, ...]
@@ -78,7 +78,7 @@ class Reductions:
         return [self.entries[at.start] for _, tree, at in triples for _ in jax.tree.leaves(tree)]
 
     def for_runs(self, size: int) -> Self:
-        """Return the same for runs of ``size`` items."""
+        """Return the same for runs that have ``size`` items together."""
         return dataclasses.replace(self, of_run=size)
 
     def of_items(self, where: str | int) -> Self:
@@ -197,7 +197,7 @@ def trace_reduced(
         The types of the leaves of one item.
     reductions : Reductions
     total : int
-        The number of items of a row.
+        The number of items of a row, in all runs.
     site : str, optional
         The kernel and its source line, for errors, if they are not those of ``fun``.
     """

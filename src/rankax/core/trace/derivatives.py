@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Give a loop the derivative of another loop, and keep derivative rules correct inside loops.
 
-The loop that evaluates best is not the one whose derivative needs least memory, so a call is
-``call_with_derivative_of(other, fun, ...)``: JAX evaluates ``fun``, and differentiates ``other``.
-That is what `jax.custom_jvp` is for, but it has two faults, which give wrong numbers or make
-programs fail:
+The loop that evaluates best is often not the one whose derivative needs least memory. Then a call
+is ``call_with_derivative_of(other, fun, ...)``: JAX evaluates ``fun``, and differentiates
+``other``. That is what `jax.custom_jvp` is for, but it has two faults, which give wrong numbers or
+make programs fail:
 
 * When JAX before 0.12 linearizes a `jax.lax.scan`, it looks for values that are the same in every
   step, and evaluates part of the body again with the body of each `jax.custom_jvp` function in
   place of the call. The rule is lost, and ``jax.jvp(jax.grad(f))`` is the derivative of that body.
-  `keep_rules` prevents it. The programs of loops over chunks and of the
-  body of a scan pass through it first. Test: ``tests/loop/test_custom_rules.py``. It may go with
+  `keep_rules` prevents it. The programs of loops over chunks and of the body of a scan pass through
+  it first. Test: ``tests/loop/test_custom_rules.py``. It may go with
   JAX 0.11, the last version with this fault.
 * When `jax.vmap` maps such a call, its rule is differentiated first and mapped second (all
   versions). A `jax.custom_vjp` function inside can then no longer be mapped, and JAX raises "can't
@@ -50,7 +50,8 @@ def call_with_derivative_of(
 ) -> Any:
     """Return ``fun(*args)`` with the derivatives of ``other``.
 
-    Equivalent to ``jax.custom_jvp(fun)(*args)`` with the rule ``jax.jvp(other, ...)``.
+    Equivalent to ``jax.custom_jvp(fun)(*args)`` with the rule ``jax.jvp(other, ...)``, from which
+    the values come, too, where the result is differentiated.
 
     Both take and return the same pytrees of arrays, and close over no array. ``other`` is called
     only if the result is differentiated; an argument without a tangent is a constant there.
