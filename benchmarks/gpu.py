@@ -27,8 +27,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +54,9 @@ def timed(
 ) -> dict[str, float]:
     """Return the median time of each program in seconds; nan if it does not fit the memory."""
     lowered = {name: jax.jit(program).lower(*arrays) for name, program in programs.items()}
-    with ThreadPoolExecutor(8) as pool:
-        made = pool.map(partial(compiled_for, what), lowered, lowered.values())
-        compiled = {name: run for name, run in zip(lowered, made, strict=True) if run}
+    # One by one: XLA chooses kernels by measuring them, and nothing else may run meanwhile.
+    made = {name: compiled_for(what, name, each) for name, each in lowered.items()}
+    compiled = {name: run for name, run in made.items() if run}
     times: dict[str, list[float]] = {name: [] for name in lowered}
     able = {name: run for name, run in compiled.items() if fits(run)}
     end = time.perf_counter() + ROUNDS_SECONDS
