@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import functools
 import math
+import re
 import traceback
 
 import jax
@@ -199,7 +200,7 @@ def test_an_outer_trace_sees_only_calls_of_the_kernel(chunk_size):
         lambda f: lambda s, v: jax.lax.scan(lambda c, _: (c, f(s, c)), v, None, 3),
     ):
         programs = [str(jax.make_jaxpr(transform(fun))(*ARGS)) for fun in (f, plain)]
-        assert programs[0] == programs[1]
+        assert len({re.sub("0x[0-9a-f]+", "", program) for program in programs}) == 1
 
 
 @pytest.mark.parametrize(

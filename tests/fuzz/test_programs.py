@@ -12,7 +12,7 @@ import programs
 from helpers import at_each_run, weekly
 from programs import KINDS, Program, draw
 from rankax import clear_caches
-from rankax.core.loop import reuse
+from rankax.core.loop import eager_programs
 from shrink import failure, smaller
 
 # The seeds are fixed: a failure comes from the change. Each takes a second or more, to compile.
@@ -138,7 +138,7 @@ def test_what_is_wrong_is_seen(change, text, monkeypatch):
 def test_a_program_of_another_call_is_seen(monkeypatch):
     clear_caches()
     SMALL.check_reuse()
-    monkeypatch.setattr(reuse, "_of_literal", lambda literal, _: literal.aval)
+    monkeypatch.setattr(eager_programs, "_of_literal", lambda literal, _: literal.aval)
     monkeypatch.setitem(programs.STEPS, "sine", lambda v: {"v": 1.0 * v})
     SMALL.check_reuse()
     monkeypatch.setitem(programs.STEPS, "sine", lambda v: {"v": 2.0 * v})

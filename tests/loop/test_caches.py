@@ -16,7 +16,7 @@ import pytest
 import rankax
 from rankax import auto_vmap, chunked_vmap, options, sliced_scan
 from rankax.core.base.cache import caches
-from rankax.core.loop import reuse
+from rankax.core.loop import eager_programs
 from rankax.reductions import Fold
 
 X = jnp.arange(30.0)
@@ -107,7 +107,7 @@ def test_a_kernel_that_someone_has_is_found_again():
 def collision(monkeypatch):
     """Programs that all have the same fingerprint."""
     rankax.clear_caches()
-    monkeypatch.setattr(reuse, "fingerprint", lambda closed: "always equal")
+    monkeypatch.setattr(eager_programs, "fingerprint", lambda closed: "always equal")
     yield
     rankax.clear_caches()
 
@@ -141,7 +141,7 @@ def test_check_is_one_of_the_scope():
 
 @pytest.mark.slow
 def test_the_environment_switches_checks_on():
-    program = "from rankax.core.loop.reuse import _checks; print(_checks.get())"
+    program = "from rankax.core.loop.eager_programs import _checks; print(_checks.get())"
     env = os.environ | {"RANKAX_CHECK": "1"}
     run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert run.stdout.strip() == "True"

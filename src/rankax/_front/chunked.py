@@ -485,10 +485,21 @@ class AxisMap:
         length = common_length(table, site)
         leaves = [x if axis is None else jnp.asarray(x) for (_, x), axis in pairs]
         places = [None if axis is None else axis % jnp.ndim(x) for (_, x), axis in pairs]
-        call = self.fun, function_name(self.fun), site, leaves, [name for name, _ in named]
-        own = args, kwargs, in_axes, places, length
-        out, name = self.out_axes, self.axis_name
-        return BoundAxes(*call, *own, form=self.form, out_axes=out, axis_name=name)
+        return BoundAxes(
+            self.fun,
+            function_name(self.fun),
+            site,
+            leaves,
+            [name for name, _ in named],
+            args,
+            kwargs,
+            in_axes,
+            places,
+            length,
+            form=self.form,
+            out_axes=self.out_axes,
+            axis_name=self.axis_name,
+        )
 
 
 def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], site: str) -> None:

@@ -20,7 +20,7 @@ from rankax.core.base.arrays import Target, is_cpu, target_of
 from rankax.core.base.messages import check_bool, checked_int, listed, positive_int
 from rankax.core.declare.ranks import SYNONYMS
 from rankax.core.hooks import NO_RULES, Rules
-from rankax.core.loop.reuse import checking
+from rankax.core.loop.eager_programs import checking
 from rankax.core.reduce.run import Reductions, checked_where, read_reductions
 
 AUTO = "auto"  # a chunk size: for a reduction, a bound of its own; otherwise none

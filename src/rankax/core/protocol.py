@@ -116,16 +116,16 @@ from rankax.core.loop.loop import (
     widen,
     write_chunk,
 )
-from rankax.core.loop.reuse import (
+from rankax.core.loop.eager_programs import (
     Mode,
     PLAIN,
     Unknown,
     call_of_kernel,
+    kept_program,
     fingerprint,
     key_of_value,
     mode_of,
     opened,
-    run_kept,
     warn_once,
 )
 from rankax.core.loop.spec import (

@@ -9,7 +9,7 @@ and devices know nothing of such functions.
 * The function is traced for one item, and for the lengths that the chunks of a plan have. These
   programs are parameters of the primitive, apart from the lengths, so that what rewrites programs
   finds them (`with_subprograms`). No function is a parameter, so that programs can be compared,
-  and an eager call finds what an earlier one compiled (`core/loop/reuse.py`).
+  and an eager call finds what an earlier one compiled (`core/loop/eager_programs.py`).
 * What the function closes over is an operand without that axis.
 * Any other number of items, as under a `jax.vmap` from outside, is evaluated in groups of the
   longest length that divides it: side by side by `jax.vmap` of the program, or one after another if

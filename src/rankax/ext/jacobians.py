@@ -43,7 +43,6 @@ from rankax.ext.reductions.sums import Gram, WeightedGram
 from rankax.ext.wide import evaluate_wide
 
 Leaves = list[Any]
-_OPTIONS = "chunk_size", "memory_limit", "progress", "devices"
 
 
 def _jacobian(
@@ -52,7 +51,7 @@ def _jacobian(
     fun: Callable[..., Any],
     has_aux: bool,
     reduce: Any,
-    *given: Any,
+    **given: Any,
 ) -> Callable[..., Any]:
     """Return the Jacobian of ``fun`` as ``transform`` does: `jax.jacfwd` or `jax.jacrev`.
 
@@ -60,7 +59,7 @@ def _jacobian(
     constants, and only shapes are traced.
     """
     site = f"{caller}({function_name(fun)})"
-    options = options_of(site, **dict(zip(_OPTIONS, given, strict=False)))
+    options = options_of(site, **given)
     transform(fun)
     if reduce is not None and not (isinstance(reduce, str) and reduce in ("diagonal", "trace")):
         found = read_reductions(reduce, site)
@@ -90,9 +89,9 @@ def _jacobian(
         linearize = jax.linearize if columns else jax.vjp
         y, linear, *aux = linearize(of_leaves, *x, has_aux=has_aux)
         y_leaves, y_tree = jax.tree.flatten(y)
-        shapes = [*map(shape_of, x)], [*map(shape_of, y_leaves)]
+        x_shapes, y_shapes = [*map(shape_of, x)], [*map(shape_of, y_leaves)]
         x_tree = jax.tree.structure(args[argnums]) if isinstance(argnums, int) else tree
-        at_x = _Jacobian(fun, site, options, columns, *shapes, x_tree, y_tree, linear)
+        at_x = _Jacobian(fun, site, options, columns, x_shapes, y_shapes, x_tree, y_tree, linear)
         result = at_x.whole(like(lambda: y)) if reduce is None else at_x.reduced(reduce)
         return (result, *aux) if has_aux else result
 
@@ -349,9 +348,18 @@ def chunked_jacfwd(
     Array([[  81.,  264.],
            [ 264., 1000.]], dtype=float32)
     """
-    given = chunk_size, memory_limit, progress, devices
     transform = functools.partial(jax.jacfwd, argnums=argnums, holomorphic=holomorphic)
-    return _jacobian("chunked_jacfwd", transform, fun, has_aux, reduce, *given)
+    return _jacobian(
+        "chunked_jacfwd",
+        transform,
+        fun,
+        has_aux,
+        reduce,
+        chunk_size=chunk_size,
+        memory_limit=memory_limit,
+        progress=progress,
+        devices=devices,
+    )
 
 
 def chunked_jacrev(
@@ -420,10 +428,19 @@ def chunked_jacrev(
     >>> chunked_jacrev(stencil, reduce="sum", chunk_size=2)(jnp.arange(4.0))
     Array([1., 2., 4., 2.], dtype=float32)
     """
-    given = chunk_size, memory_limit, progress, devices
     settings = {"argnums": argnums, "holomorphic": holomorphic, "allow_int": allow_int}
     transform = functools.partial(jax.jacrev, **settings)
-    return _jacobian("chunked_jacrev", transform, fun, has_aux, reduce, *given)
+    return _jacobian(
+        "chunked_jacrev",
+        transform,
+        fun,
+        has_aux,
+        reduce,
+        chunk_size=chunk_size,
+        memory_limit=memory_limit,
+        progress=progress,
+        devices=devices,
+    )
 
 
 def chunked_hessian(
@@ -484,12 +501,12 @@ def chunked_hessian(
     >>> chunked_hessian(potential, reduce="trace", chunk_size=10)(jnp.ones(50))  # the Laplacian
     Array(300., dtype=float32)
     """
-    given = chunk_size, memory_limit, progress, devices
+    memory = {"chunk_size": chunk_size, "memory_limit": memory_limit}
     forward = functools.partial(jax.jacfwd, argnums=argnums, holomorphic=holomorphic)
     if reduce is None:
         reverse = functools.partial(jax.jacrev, argnums=argnums, holomorphic=holomorphic)
-        inner = chunk_size, memory_limit
-        gradient = _jacobian("chunked_hessian", reverse, fun, has_aux, None, *inner)
+        gradient = _jacobian("chunked_hessian", reverse, fun, has_aux, None, **memory)
     else:
         gradient = jax.grad(fun, argnums, has_aux, holomorphic)
-    return _jacobian("chunked_hessian", forward, gradient, has_aux, reduce, *given)
+    others = {"progress": progress, "devices": devices}
+    return _jacobian("chunked_hessian", forward, gradient, has_aux, reduce, **memory, **others)

@@ -184,8 +184,8 @@ class JitSpec(KernelSpec):
         arrays = [x for x in inputs if not isinstance(x, _Fixed)]
         if call.lengths:
             arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
-        of_batch = options, place, tuple(call.lengths), call.cut, weak
-        return _Frame(shell, static, *of_batch), arrays, filling
+        frame = _Frame(shell, static, options, place, tuple(call.lengths), call.cut, weak)
+        return frame, arrays, filling
 
     def _as_input(self, value: Any, call: BoundKernel, place: int, shapes_only: bool) -> Any:
         """Return the array to trace, or the static value, for a leaf without a rank.

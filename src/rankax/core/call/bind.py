@@ -490,9 +490,10 @@ def _bound(
                 f"jnp.asarray({name}). (For a list of separate scalars, declare a rank "
                 "for each.)"
             )
-    call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
-    form = form_of(kernel.preset)
-    return BoundKernel(*call, kernel, arguments, shell, structure, form=form)
+    form, site, paths = form_of(kernel.preset), f"{kernel.name}()", structure.paths
+    return BoundKernel(
+        kernel.fun, kernel.name, site, leaves, paths, kernel, arguments, shell, structure, form=form
+    )
 
 
 def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
@@ -510,8 +511,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    of_leaves = tuple(paths), tuple(ranks), tuple(lists), tuple(keys), nodes
-    return Structure(*of_leaves, Kept(1024, "plans"), Kept(1024, "how batches are padded"))
+    plans, fillings = Kept[Any](1024, "plans"), Kept[Any](1024, "how batches are padded")
+    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), nodes, plans, fillings)
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:

@@ -51,7 +51,7 @@ from rankax.core.hooks import (
     observed,
     place_of,
 )
-from rankax.core.loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
+from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
 from rankax.core.loop.spec import PLACE, index_without_fill, item_key
 from rankax.core.options import Options
 from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Nesting, Tiles
@@ -295,10 +295,11 @@ def _run(call: Traced, observer: Observer | None) -> Any:
     key = None if is_ordered else (*of_call, tuple(bound.lengths), bound.cut)
     with call_of_kernel(item.site), call.place.around(bound.site):
         try:
-            out = run_kept(make, item, leaves, key, mode, options.compiled)
+            evaluate = kept_program(make, item, leaves, key, mode, options.compiled)
+            out = evaluate() if evaluate else []
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
             raise item.reuses_key() from error
-    if out is None:
+    if evaluate is None:
         return bound.in_one_piece(whole)
     if reductions is None:
         return item.out_tree.unflatten(out)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Loop: one scan over the chunks of an axis, how arrays enter and leave it, its reuse."""
+"""Loop: one scan over the chunks of an axis, how arrays enter and leave it, and what is kept."""

@@ -60,7 +60,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, PartitionSpec
 
 from rankax.core.base.arrays import counted, has_tangent, scalar, zeros
-from rankax.core.loop.reuse import kernel_of_call
+from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
 from rankax.core.plan.schedule import Chunks
 from rankax.core.trace.derivatives import keep_rules
@@ -428,7 +428,7 @@ def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
     return _save_kept(primitive, name=params.get("name"))
 
 
-vars(_policy)["rankax_key"] = _KEPT  # for `core/loop/reuse.py`
+vars(_policy)["rankax_key"] = _KEPT  # for `core/loop/eager_programs.py`
 
 
 class _Operands(NamedTuple):
@@ -598,8 +598,7 @@ def _scan_chunks(
     slots: TileSlots,
 ) -> list[Any]:
     """Evaluate the chunks one after another, and pass their outputs to the folds."""
-    sizes = chunks.length, chunks.size, chunks.steps
-    reports = level.observer and level.observer.reports(*sizes)
+    reports = level.observer and level.observer.reports(chunks.length, chunks.size, chunks.steps)
     # Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
     # prevent_cse are not needed.
     checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=_policy)

@@ -23,7 +23,7 @@ shows the program to `checkify`, outputs without a tangent or a mapped axis are 
 and a program with a `jax.Ref` is not hidden at all. Test: ``tests/trace/test_transformations.py``.
 
 Rules cannot be compared, so a differentiated eager call of a kernel with rules reuses no compiled
-loop (`derivatives_key` of `core/loop/reuse.py`).
+loop (`derivatives_key` of `core/loop/eager_programs.py`).
 """
 
 import functools
@@ -59,7 +59,7 @@ def call_with_derivative_of(
     A program with a `jax.Ref` is ``other`` itself: JAX writes such programs anew before it compiles
     them, and has no rule for a primitive that it does not know.
 
-    With a ``key``, programs are compared (`core/loop/reuse.py`): if the program of ``fun``
+    With a ``key``, programs are compared (`core/loop/eager_programs.py`): if the program of ``fun``
     and the key are equal, so is the program of ``other``.
     """
     leaves, treedef = jax.tree.flatten(args)

@@ -89,21 +89,16 @@ class RaggedCall:
     starts: np.ndarray[Any, Any]  # the same
     dense: Any  # the plan of the call if all items were filled up to the longest
     compiled: Compiled | None
-    is_staged: bool  # whether it is evaluated as part of a program that is being traced
-    of_item: Compiled | None  # evaluates an item that is filled up
-    shared: Shared | None  # the shapes of the batch, if it is one of several blocks
+    is_staged: bool = False  # whether it is evaluated as part of a program that is being traced
+    of_item: Compiled | None = None  # evaluates an item that is filled up
+    shared: Shared | None = None  # the shapes of the batch, if it is one of several blocks
 
     @classmethod
-    def of(
-        cls,
-        call: BoundKernel,
-        compiled: Compiled | None,
-        *,
-        is_staged: bool = False,
-        of_item: Compiled | None = None,
-        shared: Shared | None = None,
-    ) -> RaggedCall:
-        """Check a call; with ``compiled``, its parts are called by compiled programs."""
+    def of(cls, call: BoundKernel, compiled: Compiled | None, **settings: Any) -> RaggedCall:
+        """Check a call; with ``compiled``, its parts are called by compiled programs.
+
+        ``settings``: the fields that have defaults.
+        """
         options = call.kernel.options()
         check_options(call, options)
         names = dimensions(call)
@@ -117,8 +112,7 @@ class RaggedCall:
             shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan_whole(options)
-        how = compiled, is_staged, of_item, shared
-        return cls(call, options, dims, dim_of, lengths, starts, dense, *how)
+        return cls(call, options, dims, dim_of, lengths, starts, dense, compiled, **settings)
 
     @property
     def count(self) -> int:
@@ -286,8 +280,10 @@ class RaggedCall:
             explicit["reduce"] = reduce
         if not self.is_single and (shape := self.options.batch_shape):
             explicit["batch_shape"] = (*shape[:-1], 1)
-        of_call = call.kernel, dense_shell(call), (*call.others,), frozenset(explicit.items())
-        padded = Padded(*of_call, roles, self.dims, group.lengths, self.of_item)
+        shell, others, fixed = dense_shell(call), (*call.others,), frozenset(explicit.items())
+        padded = Padded(
+            call.kernel, shell, others, fixed, roles, self.dims, group.lengths, self.of_item
+        )
         derived = call.kernel.structures.get_or_make(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)

@@ -2,9 +2,9 @@
 """The kernel of a group of ragged items (`ragged.py`), and how an eager call traces it.
 
 An eager call traces the user's kernel each time, because something that it uses may have changed
-(`core/loop/reuse.py`). To trace what reads the rows as well would take several times as long. That
-part follows from the roles of the arguments, the length and the types, so it is traced only if
-there is no compiled program yet (`PaddedItem`).
+(`core/loop/eager_programs.py`). To trace what reads the rows as well would take several times as
+long. That part follows from the roles of the arguments, the length and the types, so it is traced
+only if there is no compiled program yet (`PaddedItem`).
 """
 
 from __future__ import annotations

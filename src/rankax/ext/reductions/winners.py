@@ -58,8 +58,8 @@ class _ArgExtremum(_Compared):
     finds_items = True
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
-        settings = aval.shape, aval.dtype, index_dtype(size), self.largest
-        return Arg(*settings, some=self.where is not None)
+        some = self.where is not None
+        return Arg(aval.shape, aval.dtype, index_dtype(size), self.largest, some=some)
 
     def result(self, state: Any, aval: Any, size: int) -> Any:
         index = state[1][..., 0]
@@ -200,8 +200,16 @@ class FirstK(_Compared):
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        settings = aval.shape, dtype, index_dtype(size), True, self.k, self.largest
-        return Top(*settings, has_floats(aval.dtype), some=self.where is not None)
+        return Top(
+            aval.shape,
+            dtype,
+            index_dtype(size),
+            largest=True,
+            k=self.k,
+            descending=self.largest,
+            has_floats=has_floats(aval.dtype),
+            some=self.where is not None,
+        )
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
@@ -326,8 +334,8 @@ class Best(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         number = self._number(outputs)
-        settings = (), outputs.avals[number].dtype, index_dtype(size), self.largest
-        arg = Arg(*settings, some=outputs.mask is not None)
+        dtype, some = outputs.avals[number].dtype, outputs.mask is not None
+        arg = Arg((), dtype, index_dtype(size), self.largest, some=some)
         return [Accumulation(outputs.positions[number], arg, mask=outputs.mask)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:

@@ -26,10 +26,10 @@ from rankax.core.protocol import (
     check_leaves,
     evaluate,
     keep_rules,
+    kept_program,
     leaves_with_names,
     messages,
     mode_of,
-    run_kept,
     scalar,
     type_name,
     with_axis,
@@ -317,7 +317,7 @@ def run_scan(
 ) -> tuple[Any, Any]:
     """Trace the body, choose a schedule and whether it reads ``xs`` in place, and run it.
 
-    ``choose`` also returns by what an eager call finds its compiled program (`run_kept`), or None.
+    ``choose`` also returns by what an eager call finds its program (`kept_program`), or None.
 
     Under `jax.disable_jit` the body itself runs, step by step, on values, and ``kept`` returns what
     the schedule would, given the outputs of all steps.
@@ -348,7 +348,9 @@ def run_scan(
         key = None if key is None else (key, bare)
         with call_of_kernel(body.site):
             arrays = [*init, *xs]
-            carry, ys = run_kept(lambda: program, body, arrays, key, mode, lambda f, _: jax.jit(f))
+            jit: Any = lambda f, _: jax.jit(f)  # noqa: E731
+            run: Any = kept_program(lambda: program, body, arrays, key, mode, jit)
+            carry, ys = run()
         return bare.carry_tree.unflatten(carry), ys
 
 

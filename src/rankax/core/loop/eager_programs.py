@@ -4,10 +4,10 @@
 Outside `jax.jit`, a kernel is traced at each call: only a new trace sees that a number, an array or
 a function that the kernel uses has changed. Tracing is cheap, but JAX compiles a new loop for every
 new trace, because its caches identify programs by object. A key made of the kernel and its shapes
-would be stale as soon as a global changes. So the program of a whole call is looked up (`run_kept`)
-by the `fingerprint` of the traced program of one item, and by the key of the call: its plan without
-chunks, its options, its parts and so on (`_run` of `core/call/run.py`). Arrays that the kernel
-closes over are inputs of that program: they may change, and are not kept alive.
+would be stale as soon as a global changes. So the program of a whole call is looked up
+(`kept_program`) by the `fingerprint` of the traced program of one item, and by the key of the call:
+its plan without chunks, its options, its parts and so on (`_run` of `core/call/run.py`). Arrays
+that the kernel closes over are inputs of that program: they may change, and are not kept alive.
 
 The scans of `ext/scan` keep their programs here, too. ``jit=True`` (`ext/jit.py`) and blocks
 (`ext/blocks/programs.py`) keep theirs in their own ways.
@@ -297,25 +297,24 @@ def mode_of(arrays: Sequence[Any], *, on_mesh: bool = False) -> Mode:
     return Mode.TRANSFORMED if of_jax else Mode.STAGED
 
 
-def run_kept(
+def kept_program(
     make: Callable[[], Program | None],
     item: ItemProgram,
     leaves: Sequence[Any],
     key: Hashable,
     mode: Mode,
     compiled: Callable[[Any, Sequence[Any]], Any],
-) -> Any:
-    """Return ``make()(item, leaves)``, which is compiled and kept unless the call is staged.
+) -> Callable[[], Any] | None:
+    """Return what evaluates ``make()(item, leaves)``, compiled and kept unless the call is staged.
 
     What ``make`` returns holds no object of the caller, and follows from the item, the key and the
-    mode; None stands for a call that has no such program, and so do the results. With a key of
-    None, the program is compiled but not kept. ``compiled`` is `Options.compiled`. Inside
-    `checking`, an eager call that finds a program also compiles a new one, and compares the
-    results.
+    mode. It is None for a call that has no such program, and so is the result. With a key of None,
+    the program is compiled but not kept. ``compiled`` is `Options.compiled`. Inside `checking`, an
+    eager call that finds a program also compiles a new one, and compares the results.
     """
     if mode is Mode.STAGED:
         program = make()
-        return program and program(item.whole, list(leaves))
+        return program and functools.partial(program, item.whole, list(leaves))
     closed = opened(item.closed)
     # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
     consts = [*item.read, *closed.consts]
@@ -334,8 +333,8 @@ def run_kept(
         made: list[Any] = []
         run = _kept.get_or_make(whole, lambda: made.append(new()) or made[0])
         if run and not made and mode is Mode.EAGER and _checks.get():
-            return _checked(run(*args), new()(*args), item)
-    return run and run(*args)
+            return lambda: _checked(run(*args), new()(*args), item)
+    return run and functools.partial(run, *args)
 
 
 _CHECKS = switch("RANKAX_CHECK", default=False)
