@@ -168,6 +168,7 @@ class Options:
 
     def compiled(self, fun: Any, args: Sequence[Any]) -> Any:
         """Return `jax.jit` of a function, to be called with arguments like ``args``."""
+        # What a rule adds to the compiler's options is for calls that evaluate all items at once.
         is_cut = self.most is not None or any(_any(self.values(), kind) for kind in _KINDS)
         rules = NO_RULES if is_cut else self.rules
         return rules.compiled(fun, args, dict(self.compiler_options or ()))

@@ -103,7 +103,11 @@ class Nest:
         is_ordered = self.reductions is not None and self.reductions.are_ordered
         key = None if is_ordered else self
         forward = functools.partial(evaluated.values, back=False)
-        return call_with_derivative_of(walk.differentiated, forward, operands, key=key)
+
+        def backward(operands: Operands) -> list[Any]:
+            return walk.differentiated.values(operands, back=True)
+
+        return call_with_derivative_of(backward, forward, operands, key=key)
 
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
         """Map a function of all inputs over levels without loops, as one would by hand."""
@@ -152,19 +156,20 @@ class _Walk:
 
     @functools.cached_property
     def evaluated(self) -> _Walk:
-        """The walk in the pass that is evaluated."""
+        """The walk that is evaluated."""
         if any(spec.is_loop and spec.walker is None for spec in self.nest.specs):
             return self._as_computed(self.nest.rules.evaluated(self.jaxpr, self._mapped_inputs))
         return self._as_computed(self.jaxpr)
 
-    def differentiated(self, operands: Operands) -> list[Any]:
-        """Walk the levels, forward, in the way that is differentiated."""
+    @functools.cached_property
+    def differentiated(self) -> _Walk:
+        """The walk that is differentiated."""
         back = (each.back(self.jaxpr, self.item.site) for each in self.nest.passes)
         jaxpr = next((each for each in back if each is not None), None)
         if jaxpr is None:
             has_loops = any(spec.is_loop for spec in self.nest.specs)
             jaxpr = self._kept_back if has_loops else self.jaxpr
-        return self._as_computed(jaxpr).values(operands, back=True)
+        return self._as_computed(jaxpr)
 
     @functools.cached_property
     def _kept_back(self) -> Any:

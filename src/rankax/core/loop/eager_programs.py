@@ -419,7 +419,7 @@ class _Key:
         self._value = value
         try:
             self._hash = hash(value)
-        except TypeError:  # such as a sink that calls user-defined functions
+        except TypeError:  # such as an option with an object that cannot be hashed
             raise Unknown from None
 
     def __hash__(self) -> int:

@@ -163,8 +163,8 @@ def _(primals: Any, tangents: Any) -> Any:
 
 def as_a(kind: type[T], other: Any, **fields: Any) -> T:
     """Return an object of this dataclass, with the other fields of one that it extends, or that."""
-    names = (field.name for field in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
-    own = {name: getattr(other, name) for name in names if name not in fields}
+    every = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    own = {each.name: getattr(other, each.name) for each in every if each.name not in fields}
     return kind(**own, **fields)
 
 
