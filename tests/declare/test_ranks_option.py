@@ -48,7 +48,7 @@ def test_an_option_and_a_parameter_of_one_name_differ():
     assert mapped.plan(x, bucket).batch_shape == (6,)
 
 
-def test_the_decorator_form_pickles_and_keeps_its_signature():
+def test_annotations_of_the_decorator_form_pickle():
     copy = pickle.loads(pickle.dumps(scaled))
     assert_same(copy(x, bucket), x * bucket[:, None])
     assert scaled.signature == "(x_0),()->(3)"

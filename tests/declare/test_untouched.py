@@ -125,7 +125,7 @@ def test_it_warns_again_where_warnings_are_errors():
             kernel(poses, points)
 
 
-def test_none_or_a_rank_says_what_is_meant():
+def test_none_or_a_rank_beside_annotations():
     for ranks in ({"pose": None}, {"pose": {"rotation": 2, "name": None}}, {"p": 1}):
         assert warned(lambda: auto_vmap(**ranks)(moved)(poses, points)) == []  # noqa: B023
     kernel = auto_vmap(pose=None)(moved)

@@ -71,12 +71,7 @@ def test_a_power_in_a_scan():
 
 @pytest.mark.parametrize(
     "kernel",
-    [
-        lambda x: x**1.7,
-        lambda x: x**5.0,
-        lambda x: x**x,
-        lambda x: lax.complex(x, x) ** 1.5,
-    ],
+    [lambda x: x**1.7, lambda x: x**5.0, lambda x: x**x, lambda x: lax.complex(x, x) ** 1.5],
     ids=["1.7", "5", "x", "complex"],
 )
 def test_other_powers_stay(kernel):
@@ -173,13 +168,7 @@ def ulps(got, expected):
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [
-        ("atan2", 2),
-        slow("tan", 2),
-        slow("acos", 1),
-        weekly("sin", 3),
-        weekly("atan", 3),
-    ],
+    [("atan2", 2), slow("tan", 2), slow("acos", 1), weekly("sin", 3), weekly("atan", 3)],
 )
 def test_derivatives_are_those_of_the_functions(name, order):
     fun = FUNCTIONS[name]
