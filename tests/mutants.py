@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant("_key_of", "element left out", CALLS, 1),
     Mutant("derivatives_key", "no error", "eager::rules_may_change"),
     Mutant("_of_literal", "element left out", "eager::what_is_outside_may_change", 3),
-    Mutant("fingerprint._of_program", "unordered", "eager::operands_may_change_places", 1),
+    Mutant("eager_programs._of_program", "unordered", "eager::operands_may_change_places", 1),
     # Items that end by themselves.
     Mutant("_scan.body", "one more", "lockstep::items_are_those_of_lockstep"),
     Mutant("_move", "backwards", "lockstep::items_are_those_of_lockstep", 2),
