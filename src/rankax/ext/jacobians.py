@@ -349,17 +349,9 @@ def chunked_jacfwd(
            [ 264., 1000.]], dtype=float32)
     """
     transform = functools.partial(jax.jacfwd, argnums=argnums, holomorphic=holomorphic)
-    return _jacobian(
-        "chunked_jacfwd",
-        transform,
-        fun,
-        has_aux,
-        reduce,
-        chunk_size=chunk_size,
-        memory_limit=memory_limit,
-        progress=progress,
-        devices=devices,
-    )
+    memory = {"chunk_size": chunk_size, "memory_limit": memory_limit}
+    others = {"progress": progress, "devices": devices}
+    return _jacobian("chunked_jacfwd", transform, fun, has_aux, reduce, **memory, **others)
 
 
 def chunked_jacrev(
@@ -430,17 +422,9 @@ def chunked_jacrev(
     """
     settings = {"argnums": argnums, "holomorphic": holomorphic, "allow_int": allow_int}
     transform = functools.partial(jax.jacrev, **settings)
-    return _jacobian(
-        "chunked_jacrev",
-        transform,
-        fun,
-        has_aux,
-        reduce,
-        chunk_size=chunk_size,
-        memory_limit=memory_limit,
-        progress=progress,
-        devices=devices,
-    )
+    memory = {"chunk_size": chunk_size, "memory_limit": memory_limit}
+    others = {"progress": progress, "devices": devices}
+    return _jacobian("chunked_jacrev", transform, fun, has_aux, reduce, **memory, **others)
 
 
 def chunked_hessian(
