@@ -162,7 +162,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def as_a(kind: type[T], other: Any, **fields: Any) -> T:
-    """Return an object of this dataclass, with the other fields of one that it extends, or that."""
+    """Return an object of this dataclass, whose other fields are as those of ``other``."""
     every = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
     own = {each.name: getattr(other, each.name) for each in every if each.name not in fields}
     return kind(**own, **fields)
