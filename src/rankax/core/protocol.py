@@ -162,6 +162,7 @@ from rankax.core.reduce.row import (
     Row,
     State,
     Steps,
+    add_exactly,
     choose,
     fill,
 )

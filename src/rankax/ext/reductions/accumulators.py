@@ -12,6 +12,7 @@ from rankax.core.protocol import (
     Accumulator,
     InSlots,
     State,
+    add_exactly,
     choose,
     fill,
     scalar,
@@ -20,6 +21,8 @@ from rankax.core.protocol import (
 
 class LogSumExpOf(InSlots):
     """The largest real part so far, and the sum of the exponentials relative to it."""
+
+    drifts = True
 
     def start(self, slots: int) -> State:
         # The smallest number instead of -inf, because -inf - -inf is NaN.
@@ -30,18 +33,37 @@ class LogSumExpOf(InSlots):
         return scalar(-jnp.inf, self.dtype)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        return self.merge(state, self.lift(tile))
+
+    def lift(self, tile: Any, counts: Any = None) -> State:
         x = tile.astype(self.dtype)
         scaled = jnp.ones_like(x)  # the exponential of an item relative to its real part
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
             turned = jnp.exp(lax.complex(jnp.zeros_like(x.real), x.imag))
             scaled = jnp.where(x.real == -jnp.inf, jnp.zeros_like(x), turned)
-        return self.merge(state, (x.real, scaled))
+        return x.real, scaled
 
     def merge(self, first: State, second: State) -> State:
         (m, a), (n, b) = first, second
-        # One exponential serves both cases, because that of the larger is 1.
-        ratio = jnp.exp(-jnp.abs(_difference(n, m))).astype(self.dtype)
+        ratio = self._ratio(m, n)
         return jnp.maximum(m, n), jnp.where(n > m, a * ratio + b, a + b * ratio)
+
+    def _ratio(self, m: Any, n: Any) -> Any:
+        # One exponential serves both sums, because that of the larger is 1.
+        return jnp.exp(-jnp.abs(_difference(n, m))).astype(self.dtype)
+
+    def begin(self, slots: int) -> Any:
+        return *self.start(slots), self.full(0, self.dtype, slots)
+
+    def add(self, held: Any, state: State) -> Any:
+        (m, a, lost), (n, b) = held, state
+        ratio, is_larger = self._ratio(m, n), n > m
+        a, lost = (jnp.where(is_larger, x * ratio, x) for x in (a, lost))
+        return jnp.maximum(m, n), *add_exactly(a, lost, jnp.where(is_larger, b, b * ratio))
+
+    def total(self, held: Any) -> State:
+        largest, total, lost = held
+        return largest, total + lost
 
     def join(self, state: State) -> State:
         largest, total = state
@@ -64,6 +86,8 @@ class MomentsOf(InSlots):
     changes nothing.
     """
 
+    drifts = True
+
     def start(self, slots: int) -> State:
         real = jnp.finfo(self.dtype).dtype
         count = fill(0, real, (slots,))
@@ -77,6 +101,25 @@ class MomentsOf(InSlots):
         mean = mean + off / self._like_items(count, mean)
         new = count, mean, squares + jnp.real(off * jnp.conj(x - mean))
         return new if counts is None else choose(counts, new, state)
+
+    def lift(self, tile: Any, counts: Any = None) -> State:
+        x = tile.astype(self.dtype)
+        number = jnp.ones(x.shape[-1], jnp.finfo(self.dtype).dtype)
+        if counts is not None:
+            number, x = jnp.where(counts, number, 0), jnp.where(counts, x, jnp.zeros_like(x))
+        return number, x, jnp.zeros_like(x.real)
+
+    def add(self, held: Any, state: State) -> Any:
+        ((n, mean, squares), lost), (m, other, more) = held, state
+        count = n + m
+        share = m / jnp.maximum(count, 1)
+        off = (other - _finite(mean)) - lost[1]
+        adds = m, off * self._like_items(share, mean), more + self._squares(n * share, off)
+        pairs = list(map(add_exactly, (n, mean, squares), lost, adds))
+        return tuple(total for total, _ in pairs), tuple(taken for _, taken in pairs)
+
+    def total(self, held: Any) -> State:
+        return tuple(map(lax.add, *held))
 
     def merge(self, first: State, second: State) -> State:
         (n, mean, squares), (m, other, more) = first, second
@@ -122,13 +165,17 @@ class Outer(Accumulator):
     dtype: Any
 
     core = ()
+    drifts = True
 
     def start(self, slots: int) -> State:
         return fill(0, self.dtype, (self.length, self.length, 1))
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        return state + self.lift(tile)
+
+    def lift(self, tile: Any, counts: Any = None) -> State:
         first, second = (x.astype(self.dtype) for x in tile)
-        return state + lax.expand_dims(first @ second.T, (2,))
+        return lax.expand_dims(first @ second.T, (2,))
 
     def nothing(self) -> Any:
         return (scalar(0, self.dtype),) * 2
