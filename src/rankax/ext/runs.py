@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from rankax.core.protocol import (
     NO_RULES,
+    Accumulator,
     ItemProgram,
     LoopSpec,
     Outputs,
@@ -114,6 +115,53 @@ class RunStates:
         # Some merge tuples to lists, which `jax.tree.map` tells apart.
         leaves = jax.tree.leaves(self.merge(both, batch))
         return jax.tree.unflatten(jax.tree.structure(list(one)), leaves)
+
+    # Many runs, one after another: beside a sum, what is held has what rounding took from it.
+
+    def begin(self, none: Sequence[Any]) -> list[Any]:
+        """Return what the states of many runs are added to, from the states of no items."""
+        pairs = zip(self._drifting, none, strict=True)
+
+        def begin(accumulator: Accumulator) -> Any:
+            return accumulator.begin(1) if accumulator.drifts else accumulator.start(1)
+
+        return [list(map(begin, own)) if own else state for own, state in pairs]
+
+    def add(self, held: Sequence[Any], states: Sequence[Any]) -> list[Any]:
+        """Add the states of a run; kept outputs are those of the run."""
+
+        def add(accumulator: Accumulator, *own: Any) -> Any:
+            return accumulator.add(*own) if accumulator.drifts else accumulator.merge(*own)
+
+        every = self.reductions.each(self.outputs, held, states)
+        added: list[Any] = []
+        for accumulators, (entry, outputs, before, new) in zip(self._drifting, every, strict=True):
+            if entry.is_kept:
+                added.append(new)
+            elif accumulators:
+                added.append(list(map(add, accumulators, before, new)))
+            else:
+                merged = entry.merge_states(outputs, _stacked(before, new))
+                added.append(jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(merged)))
+        return added
+
+    def total(self, held: Sequence[Any]) -> list[Any]:
+        """Return the states that are held."""
+
+        def total(accumulator: Accumulator, own: Any) -> Any:
+            return accumulator.total(own) if accumulator.drifts else own
+
+        pairs = zip(self._drifting, held, strict=True)
+        return [list(map(total, own, state)) if own else state for own, state in pairs]
+
+    @functools.cached_property
+    def _drifting(self) -> list[list[Accumulator]]:
+        """The accumulators of each reduction, if one of them drifts."""
+        found: list[list[Accumulator]] = []
+        for entry, outputs in self.reductions.each(self.outputs):
+            own = [] if entry.is_kept else entry.accumulators(outputs)
+            found.append(own if any(each.drifts for each in own) else [])
+        return found
 
     def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
         """Return the results from the state of all items, with ``batch`` axes of rows in front."""

@@ -226,14 +226,27 @@ def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
 
 
 def _merged(states: Any, stage: Any, region: tuple[slice, ...]) -> Any:
-    """Return the states of all blocks along the reduced axes, merged in their order."""
-    merged: list[Any] = []
-    for place in itertools.product(*(range(states.shape[axis]) for axis in stage.reduced)):
+    """Return the states of all blocks along the reduced axes, merged in their order, in pairs.
+
+    In pairs, rounding errors of a sum do not add up.
+    """
+    merged: list[Any] = []  # of ever fewer blocks, a power of 2 each
+
+    def merge_last() -> None:
+        last = merged.pop()
+        merged[-1] = stage.merge(np.stack([merged[-1], last]), axis=(0,), keepdims=False)
+
+    places = itertools.product(*(range(states.shape[axis]) for axis in stage.reduced))
+    for number, place in enumerate(places):
         index: list[Any] = [*region]
         for axis, i in zip(stage.reduced, place, strict=True):
             index.insert(axis, i)
-        merged = [stage.merge(np.stack([*merged, states[*index]]), axis=(0,), keepdims=False)]
-    return merged[0]
+        merged.append(states[*index])
+        for _ in range((~number & (number + 1)).bit_length() - 1):  # how many pairs it completes
+            merge_last()
+    while len(merged) > 1:
+        merge_last()
+    return stage.merge(np.stack(merged), axis=(0,), keepdims=False)
 
 
 def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:

@@ -169,15 +169,16 @@ class Reduction:
 
     def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
         """Replace each index in a state by its ``place``."""
-        pairs = zip(self._accumulators(outputs), state, strict=True)
+        pairs = zip(self.accumulators(outputs), state, strict=True)
         return [accumulator.renumber(own, place) for accumulator, own in pairs]
 
     def merge_states(self, outputs: Outputs, states: Any) -> Any:
         """Merge the states of several runs, which are on axis 0 of each array."""
-        pairs = zip(self._accumulators(outputs), states, strict=True)
+        pairs = zip(self.accumulators(outputs), states, strict=True)
         return [accumulator.join_runs(own) for accumulator, own in pairs]
 
-    def _accumulators(self, outputs: Outputs) -> list[Accumulator]:
+    def accumulators(self, outputs: Outputs) -> list[Accumulator]:
+        """Return what accumulates each entry of a state."""
         # Any size will do: only `start` uses it, for the dtype of indices.
         return [step.accumulator for step in self.accumulations(outputs, 0)]
 

@@ -374,22 +374,27 @@ class _WindowFold:
     def start(self, avals: Sequence[Any]) -> tuple[tuple[Outputs, ...], list[Any]]:
         """Return the outputs of a step, and the state of none; an output that is kept is zero."""
         outputs, none = self.state([zeros((0, *aval.shape), aval.dtype) for aval in avals], 0)
-        runs = RunStates(self.reductions, outputs, (max(self.windows.sizes, default=1),))
-        pairs = zip(self.reductions.entries, runs.renumber(none, (0,), (0,)), strict=True)
+        pairs = zip(
+            self.reductions.entries, self._runs(outputs).renumber(none, (0,), (0,)), strict=True
+        )
         return outputs, [
             jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), value) if entry.is_kept else value
             for entry, value in pairs
         ]
 
-    def step(self, state: list[Any], ys: Sequence[Any], place: jax.Array) -> list[Any]:
-        """Merge the step at a place of the window into its state; a kept output is replaced."""
+    def step(self, held: list[Any], ys: Sequence[Any], place: jax.Array) -> tuple[Any, list[Any]]:
+        """Add the step at a place of the window to what is held; return that, and its states."""
         outputs, new = self.state(ys)
-        runs = RunStates(self.reductions, outputs, (max(self.windows.sizes),))
-        values = runs.renumber(new, (1,), (place,))
-        before = jax.tree.unflatten(jax.tree.structure(values), state)
-        merged = runs.merge_two(before, values)
-        triples = zip(self.reductions.entries, values, merged, strict=True)
-        return jax.tree.leaves([value if entry.is_kept else own for entry, value, own in triples])
+        runs = self._runs(outputs)
+        held = runs.add(held, runs.renumber(new, (1,), (place,)))
+        return held, jax.tree.leaves(runs.total(held))
+
+    def begin(self, outputs: tuple[Outputs, ...], none: list[Any]) -> list[Any]:
+        """Return what is held before the first step of a window."""
+        return self._runs(outputs).begin(none)
+
+    def _runs(self, outputs: tuple[Outputs, ...]) -> RunStates:
+        return RunStates(self.reductions, outputs, (max(self.windows.sizes, default=1),))
 
     def results(self, outputs: tuple[Outputs, ...], states: Any) -> Any:
         """Return the results of windows, whose states are on axis 0."""
@@ -430,11 +435,12 @@ def _scan_windows(
     avals, tree, count = loop.y_avals, loop.y_tree, len(windows.ends)
     dtype = index_dtype(windows.steps)
     fold, outputs = None, ()
-    empty = [_zeros(aval) for aval in avals]
+    empty, begin = [_zeros(aval) for aval in avals], []
     if reduce is not None:
         reductions, site = reduce
         fold = _WindowFold(reductions, site, windows, tree)
         outputs, values = fold.start(avals)
+        begin = fold.begin(outputs, values)
         empty, tree = jax.tree.flatten(values)
     rows = [widen(_zeros(x, count)) for x in empty]
     # After the last window comes one that no step reaches.
@@ -453,15 +459,15 @@ def _scan_windows(
             carry, row = lax.cond(is_end, loop.step, skip, carry, x)
         else:
             carry, ys = loop.step(carry, x)
-            held = fold.step(held, ys, at - starts[window])
-            row = [jnp.where(is_end, x, _zeros(x)) for x in held]
-            held = [jnp.where(is_end, a, b) for a, b in zip(empty, held, strict=True)]
+            held, row = fold.step(held, ys, at - starts[window])
+            row = [jnp.where(is_end, x, _zeros(x)) for x in row]
+            held = jax.tree.map(lambda x, y: jnp.where(is_end, x, y), begin, held)
         rows = [_add(*both, window) for both in zip(rows, row, strict=True)]
         return (carry, held, rows, (at + 1, window + is_end.astype(dtype))), None
 
     if count:
         size = -(-windows.steps // count)
-        state = carry, empty if fold else (), rows, (scalar(0, dtype), scalar(0, dtype))
+        state = carry, begin, rows, (scalar(0, dtype), scalar(0, dtype))
         stepping, inside = dataclasses.replace(loop, step=step), loop.cut(items, 0, windows.steps)
         sizes = (size,) if checkpoint else ()
         state, _ = scan_checkpointed(stepping, state, inside, windows.steps, sizes)
