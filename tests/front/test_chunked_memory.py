@@ -107,7 +107,8 @@ BOUNDED = {
     "reverse over reverse": (
         jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.sin(EACH(x))))(x)))),
         [clouds(UNEVEN)],
-        (3300 if REMAT3 else 1420) * UNEVEN,
+        # `jax.lax.cond`, which evaluates the short chunk, stores for both of its branches.
+        (3300 if REMAT3 else 2210) * UNEVEN,
     ),
     "inside scan": (in_scan, [clouds(UNEVEN)], 2 * MB + OUTPUTS),
 }
@@ -192,7 +193,7 @@ def test_narrow_floats_are_widened_where_chunks_are_no_stack(dtype):
     def widened(shape, axis):
         f = chunked_vmap(jnp.sin, 10, in_axes=axis)
         x = jax.ShapeDtypeStruct(shape, dtype)
-        return primitives(lambda x: jax.jvp(f, (x,), (x,)), x)["convert_element_type"] > 0
+        return "f32[" in str(jax.make_jaxpr(lambda x: jax.jvp(f, (x,), (x,)))(x))
 
     assert not widened((50, 3), 0)
     assert widened((53, 3), 0) == widened((3, 50), 1) == (dtype != "float16")
@@ -230,13 +231,13 @@ UNEVEN_CALLS = {
     "two axes": (
         auto_vmap(2, 0, chunk_size=30)(lambda p, s: s * turned(p)),
         GRID,
-        (59, 2110, 3977, 2174, 4102),
+        (59, 2110, 3977, 2194, 4102),
     ),
     "a sum": (chunked_reduce(turned, "sum", CHUNK), CLOUDS, (0, 1940, 6, 1955, 1966)),
     "outputs kept beside a sum": (
         chunked_reduce(lambda p: (distances(p), turned(p)), ("sum", None), CHUNK),
         CLOUDS,
-        (3842, 3869, 3844, 3875, 3938),
+        (3842, 3869, 3844, 3875, 4060),
     ),
 }
 

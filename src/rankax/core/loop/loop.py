@@ -21,9 +21,11 @@ it decides the memory:
 
 How chunks are read, written and joined. Chunks that divide axis 0 are rows of a stack
 (`stack_chunks`). All others are read by index (`take_chunk`): if no chunk divides the axis, the
-last one starts early (`next_start`) and overlaps the one before it. Items in the overlap are
-evaluated twice but used once: forward, the last chunk overwrites them; in a derivative,
-`join_chunks` keeps the earlier copy.
+last one starts early (`next_start`) and overlaps the one before it. Forward, items in the overlap
+are evaluated twice, and the last chunk overwrites them. In a derivative that would not do: a
+cotangent of 0 is not nothing, because 0 times an infinite derivative is NaN, and a rule may send
+something back for it. So there the last step evaluates its new items only (`with_short_last`): a
+second copy of the kernel, of which a program of the derivative needs time to compile.
 
 Plain indexing would also be correct, but slow or memory-hungry. An operand that is read by index is
 flat: its mapped axis and all later axes become one before the loop, and a chunk gets its shape back
@@ -307,9 +309,8 @@ class Store(Sink):
     * Otherwise each chunk is written in place into a carried buffer, for any chunks and axis. The
       transpose would have to clear each chunk of the cotangent after reading it, so that an
       overlapping item does not count twice, and XLA copies the cotangent in every step. So where
-      the loop is differentiated, outputs are rows, joined after the loop by one copy.
-      A level that is reduced evaluates something else in place of items that an earlier chunk had
-      (`without_repeated`), so there even those without a derivative are rows.
+      the loop is differentiated, outputs are rows, joined after the loop by one copy. If chunks
+      overlap, so are those without a derivative (`with_short_last`).
     * Without an axis, every chunk returns the same, and the last one is kept.
     """
 
@@ -318,7 +319,6 @@ class Store(Sink):
     chunks: Chunks
     chunk: Any  # the types of the output of a chunk
     back: bool = False
-    reduced: bool = False
     scattered: bool = False  # where tiles are put together out of order, there are no rows
 
     @property
@@ -333,7 +333,7 @@ class Store(Sink):
             and not self.scattered
             and (
                 is_stack(aval, self.axis, self.chunks)
-                or (self.back and (self.reduced or has_tangent(aval)))
+                or (self.back and (has_tangent(aval) or not self.chunks.even))
             )
             for aval in self.avals
         ]
@@ -391,22 +391,34 @@ def new_items(at: jax.Array, chunks: Chunks) -> jax.Array | None:
     return counted(chunks.size, at.dtype) >= repeated
 
 
-def without_repeated(chunk: Sequence[jax.Array], axes: Sequence[int], ok: jax.Array) -> list[Any]:
-    """Put the last item in place of those that an earlier chunk had.
+def with_short_last(
+    on_chunk: Callable[..., list[Any]],
+    on_rest: Callable[..., list[Any]],
+    axes: Sequence[int],
+    out_axes: Sequence[int | None],
+    chunks: Chunks,
+) -> Callable[..., list[Any]]:
+    """Return the program of a chunk, which evaluates no item that an earlier chunk had.
 
-    The outputs of these count for nothing, but 0 times an infinite derivative is NaN. The transpose
-    of this choice drops their cotangents. The cotangents of what all items share are finite if the
-    cotangent of the last item is.
+    Its first input says whether all items of the chunk are new. Otherwise ``on_rest`` takes those
+    that are; the outputs of the others are zeros, and nothing comes back from them.
     """
+    over = chunks.steps * chunks.size - chunks.length
 
-    def each(x: jax.Array, axis: int) -> jax.Array:
-        mask = lax.broadcast_in_dim(ok, x.shape, (axis,))
-        last = lax.index_in_dim(x, x.shape[axis] - 1, axis)
-        return jnp.where(mask, x, lax.stop_gradient(jnp.broadcast_to(last, x.shape)))
+    def rest(*chunk: jax.Array) -> list[Any]:
+        pairs = zip(chunk, axes, strict=True)
+        outs = on_rest(*(lax.slice_in_dim(x, over, chunks.size, axis=axis) for x, axis in pairs))
+        return list(map(padded, outs, out_axes))
 
-    # Chosen in every chunk, XLA:CPU would choose again in each use of the chunk: gradients of pairs
-    # take six times as long (JAX 0.10).
-    return lax.cond(ok[0], list, lambda chunk: list(map(each, chunk, axes)), list(chunk))
+    def padded(out: Any, axis: int | None) -> Any:
+        def each(x: jax.Array) -> jax.Array:
+            at = axis % x.ndim
+            front = lax.full_like(x, 0, shape=(*x.shape[:at], over, *x.shape[at + 1 :]))
+            return lax.concatenate([front, x], at)
+
+        return out if axis is None else jax.tree.map(each, out)
+
+    return lambda are_new, *chunk: lax.cond(are_new, on_chunk, rest, *chunk)
 
 
 # The checkpoint name of values that a reverse pass keeps: few numbers, each found by a whole loop.
@@ -511,6 +523,13 @@ def run_loop(
         return fun(*own, *rest)
 
     on_chunk = _on_chunk(on_items, axes_in, level, chunks, out_axes, back=back)
+    is_short = back and not chunks.even
+    if is_short:
+        size = chunks.length % chunks.size
+        rest = Chunks(size, size, 1, chunks.tile and min(chunks.tile, size))
+        on_rest = _on_chunk(on_items, axes_in, level, rest, out_axes, back=back)
+        on_chunk = with_short_last(on_chunk, on_rest, axes_in, out_axes, chunks)
+        inputs.insert(0, jax.ShapeDtypeStruct((), jnp.bool_))
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed)
@@ -537,9 +556,8 @@ def run_loop(
         ]
         if level.numbered:
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
-        ok = new_items(start, chunks) if back and level.reduced else None
-        if ok is not None:
-            chunk = without_repeated(chunk, axes_in, ok)
+        if is_short:
+            chunk.insert(0, start != start.dtype.type(chunks.length - chunks.size))
         return tree.unflatten(run(operands.shared, chunk))
 
     slots = TileSlots(chunks.size, below, index_dtype)

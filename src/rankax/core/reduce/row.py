@@ -6,9 +6,9 @@ it fit a tile whole and are mapped; those around it are evaluated item by item. 
 its states with the slots joined, and the loop around it merges them.
 
 The last tile overlaps the one before it if no tile divides the level. Items that were counted
-before add nothing (`Accumulation.step`), unless that makes no difference (`may_repeat`), and send
-nothing back (`rankax.core.loop.loop.without_repeated`). A smaller tile for what is left would be a
-second copy of the kernel: it would double the time to trace and compile.
+before add nothing (`Accumulation.step`), unless that makes no difference (`may_repeat`). A smaller
+tile for what is left would be a second copy of the kernel, and double the time to compile; only a
+derivative needs one (`rankax.core.loop.loop.with_short_last`).
 
 A state holds one value for each slot of a tile: item ``j`` of every tile goes into slot ``j``,
 elementwise, and the slots are joined once, after the loop. A sum across the slots in every step
@@ -500,7 +500,7 @@ class Row:
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
         steps = [step.over(level.chunks.steps) for step in steps]
         own = [self.rules.folded(step, self.jaxpr, again=again) for step in steps]
-        folds = sinks_of(own, kept, back=self.back, reduced=True)
+        folds = sinks_of(own, kept, back=self.back)
 
         def loop(*leaves: Any) -> list[Any]:
             # Outputs that are folded have the items of the levels on their last axes, in order.

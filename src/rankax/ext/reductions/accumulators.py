@@ -19,6 +19,9 @@ from rankax.core.protocol import (
 )
 
 
+_MOST_EXACT = 128  # rows of a sum of outer products that holds what rounding took
+
+
 class LogSumExpOf(InSlots):
     """The largest real part so far, and the sum of the exponentials relative to it."""
 
@@ -165,7 +168,11 @@ class Outer(Accumulator):
     dtype: Any
 
     core = ()
-    drifts = True
+
+    @property
+    def drifts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # A large state takes longer to read than a tile to multiply.
+        return self.length <= _MOST_EXACT
 
     def start(self, slots: int) -> State:
         return fill(0, self.dtype, (self.length, self.length, 1))
