@@ -128,6 +128,7 @@ from rankax.core.loop.eager_programs import (
     opened,
     warn_once,
 )
+from rankax.core.loop.shared import add_exactly, widened, with_slope
 from rankax.core.loop.spec import (
     LoopSpec,
     PLACE,
@@ -162,7 +163,6 @@ from rankax.core.reduce.row import (
     Row,
     State,
     Steps,
-    add_exactly,
     choose,
     fill,
 )

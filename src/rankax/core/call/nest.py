@@ -102,7 +102,7 @@ class Nest:
         # A user-defined function may change between calls and stay the same object.
         is_ordered = self.reductions is not None and self.reductions.are_ordered
         key = None if is_ordered else self
-        forward = functools.partial(evaluated.values, back=False)
+        forward = functools.partial(evaluated.not_differentiated().values, back=False)
 
         def backward(operands: Operands) -> list[Any]:
             return walk.differentiated.values(operands, back=True)
@@ -160,6 +160,11 @@ class _Walk:
         if any(spec.is_loop and spec.walker is None for spec in self.nest.specs):
             return self._as_computed(self.nest.rules.evaluated(self.jaxpr, self._mapped_inputs))
         return self._as_computed(self.jaxpr)
+
+    def not_differentiated(self) -> _Walk:
+        """Return the walk whose derivative is that of another one."""
+        specs = tuple(dataclasses.replace(x, differentiable=False) for x in self.nest.specs)
+        return dataclasses.replace(self, nest=dataclasses.replace(self.nest, specs=specs))
 
     @functools.cached_property
     def differentiated(self) -> _Walk:
@@ -320,18 +325,20 @@ def nest_of(
 ) -> Nest:
     """Build the nested maps of a plan; the other arguments are as in `Nest`."""
     # Of what is not differentiated, nothing is ever recomputed.
-    specs = _specs(plan, observer, checkpoint=differentiable and options.checkpoint is not False)
+    checkpoint = differentiable and options.checkpoint is not False
+    specs = _specs(plan, observer, checkpoint=checkpoint, differentiable=differentiable)
     rules, reductions = options.rules, options.reduce
     return Nest(plan, specs, inputs, reductions, differentiable, rules, passes_of(options))
 
 
 def nest_without_loops(plan: Nesting) -> Nest:
     """Build the nested maps of a plan that has no loop, which no option changes."""
-    return Nest(plan, _specs(plan), plan.mapped, None, False, NO_RULES, ())
+    specs = _specs(plan, checkpoint=False)
+    return Nest(plan, specs, plan.mapped, None, False, NO_RULES, ())
 
 
 def _specs(
-    plan: Nesting, observer: Observer | None = None, *, checkpoint: bool = False
+    plan: Nesting, observer: Observer | None = None, **settings: bool
 ) -> tuple[LoopSpec, ...]:
     splits = plan.splits
     specs: list[LoopSpec] = []
@@ -344,7 +351,7 @@ def _specs(
             is_loop,
             reduced=level.reduced,
             numbered=bool(splits),
-            checkpoint=checkpoint,
+            **settings,
             observer=observer if may_report else None,
             derivative=level.derivative if is_loop else None,
             walker=level.walker,

@@ -50,7 +50,8 @@ workaround                       seen with              can go if this passes wi
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -63,6 +64,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from rankax.core.base.arrays import counted, has_tangent, scalar, zeros
 from rankax.core.loop.eager_programs import kernel_of_call
+from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, with_slope
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
 from rankax.core.plan.schedule import Chunks
 from rankax.core.trace.derivatives import keep_rules
@@ -453,6 +455,7 @@ class _Operands(NamedTuple):
     shared: list[Any]
     sliced: list[Any]
     stacked: list[Any]
+    slopes: Mapping[int, Any] = MappingProxyType({})  # of what is shared in a long loop
 
 
 SinksOf = Callable[[Any, Chunks], Sequence[Sink]]  # from the types of a chunk
@@ -558,7 +561,10 @@ def run_loop(
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
         if is_short:
             chunk.insert(0, start != start.dtype.type(chunks.length - chunks.size))
-        return tree.unflatten(run(operands.shared, chunk))
+        shared = list(operands.shared)
+        for i, slope in operands.slopes.items():
+            shared[i] = with_slope(shared[i], slope)
+        return tree.unflatten(run(shared, chunk))
 
     slots = TileSlots(chunks.size, below, index_dtype)
     return _scan_chunks(chunk_at, operands, level, chunks, folds, slots)
@@ -579,7 +585,8 @@ def _on_chunk(
     """
     if chunks.tile is not None:
         tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
-        within = LoopSpec(tiles, tuple(axes), checkpoint=level.checkpoint, linear=level.linear)
+        settings = {"checkpoint": level.checkpoint, "differentiable": level.differentiable}
+        within = LoopSpec(tiles, tuple(axes), linear=level.linear, **settings)
         return map_level(on_items, within, out_axes, back=back)
     if chunks.size > 1:
         return jax.vmap(on_items, tuple(axes), list(out_axes), axis_size=chunks.size)
@@ -630,16 +637,21 @@ def _scan_chunks(
     if level.checkpoint and not level.linear:
         one_step = checkpointed(one_step)
 
-    def step(carry: tuple[Any, Any], stacked: Any) -> tuple[tuple[Any, Any], Any]:
-        start, held = carry
-        held, rows = one_step(held, start, operands._replace(stacked=stacked))
+    def step(carry: tuple[Any, Any, Any], stacked: Any) -> tuple[tuple[Any, Any, Any], Any]:
+        start, held, lent = carry
+        slopes, lent = {}, dict(lent)
+        for i, own in lent.items():
+            slopes[i], lent[i] = borrow(own)
+        held, rows = one_step(held, start, operands._replace(stacked=stacked, slopes=slopes))
         if reports is not None:  # outside the checkpoints, which would report again
             reports.step(start)
-        return (next_start(start, chunks), carried_with(held, operands)), rows
+        return (next_start(start, chunks), carried_with(held, operands), lent), rows
 
     begin = [fold.start(slots.count) for fold in folds]
-    init = first_start(chunks), carried_with(begin, operands)
-    (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
+    is_long = level.differentiable and chunks.steps > MOST_PLAIN
+    lent = {i: lend(x) for i, x in enumerate(operands.shared) if is_long and has_tangent(x)}
+    init = first_start(chunks), carried_with(begin, operands), lent
+    (end, held, _), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = ends_of(folds, held, rows)
     if reports is not None:
         reports.end(end, outs)

@@ -54,6 +54,8 @@ class LoopSpec:
     linear : bool
         Whether a derivative needs no carry of a step. Otherwise steps are checkpointed as a whole,
         so that what they compute is not stored either.
+    differentiable : bool
+        Whether the loop may be differentiated.
     observer : Observer or None
         Who is told of the steps of the loop (`core/hooks.py`).
     derivative : Chunks or None
@@ -69,6 +71,7 @@ class LoopSpec:
     numbered: bool = False
     checkpoint: bool = True
     linear: bool = True
+    differentiable: bool = False
     observer: Any = None
     derivative: Chunks | None = None
     walker: Any = None

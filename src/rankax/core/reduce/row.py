@@ -17,7 +17,7 @@ points took 0.6 to 1 s that way, and takes 0.1 s with one accumulator for each s
 more than 16 numbers are joined in every step, because their slots would not fit the cache
 (`Accumulation.is_wide`).
 
-A loop of more than `_MOST_PLAIN` steps would round as often: 100,000 steps of 0.1 in float32 are half
+A loop of more than `MOST_PLAIN` steps would round as often: 100,000 steps of 0.1 in float32 are half
 a percent off. So it holds what rounding took beside the sums (`Accumulator.add`), and folds a tile
 into a quarter of the slots first, so that the two cost no more than one.
 
@@ -49,13 +49,13 @@ from rankax.core.loop.loop import (
     sinks_of,
     steps_of,
 )
+from rankax.core.loop.shared import MOST_PLAIN, add_exactly
 from rankax.core.loop.spec import LoopSpec, items_at, vmap_level
 from rankax.core.plan.schedule import Chunks
 
 State = Any  # a pytree of arrays, each with slots
 
 _MOST_PER_SLOT = 16  # numbers; larger slots would not fit the cache together
-_MOST_PLAIN = 16  # merges one after another; `jax.numpy.sum` makes about as many
 _TILE_PER_SLOT = 4  # items of a tile in each slot of a long loop, if `_LEAST_SLOTS` are left
 _LEAST_SLOTS = 16  # of float32, one vector
 
@@ -136,7 +136,7 @@ class Accumulation(Sink):
 
     def over(self, steps: int) -> Self:
         """Return the same for a loop of so many steps."""
-        is_long = self.accumulator.drifts and steps > _MOST_PLAIN
+        is_long = self.accumulator.drifts and steps > MOST_PLAIN
         return dataclasses.replace(self, is_long=True) if is_long else self
 
     @property
@@ -243,22 +243,6 @@ def choose(slots: jax.Array, new: State, old: State) -> State:
 
     once = jax.checkpoint(each, prevent_cse=False)
     return jax.tree.map(lambda *own: once(slots, *own), new, old)
-
-
-def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ``total + lost + x`` rounded, and what rounding took.
-
-    What it took is itself a number of their dtype, and found without a comparison (Knuth, The Art
-    of Computer Programming, volume 2, 4.2.2). To add it to the next number is due to Kahan (1965).
-    It has no derivative.
-    """
-    lost = lax.stop_gradient(lost)
-    x = x + lost
-    after = total + x
-    a, b, c = map(lax.stop_gradient, (total, x, after))
-    taken = c - a
-    error = (a - (c - taken)) + (b - taken)
-    return after, jnp.where(error == error, error, jnp.zeros_like(error))  # NaN of an infinite sum
 
 
 # The accumulators.
@@ -452,11 +436,12 @@ class Row:
         def constant(*leaves: Any) -> list[jax.Array]:
             return [lax.stop_gradient(out) for out in item(*map(lax.stop_gradient, leaves))]
 
-        levels = self.levels
+        changes: dict[str, Any] = {"differentiable": False}
         if getattr(jax.config, "jax_remat3", False):
             # A checkpoint makes tangents of zeros there, and a maximum of slots makes NaN of those.
             # Elsewhere, two loops with a checkpoint share a copy of the inputs.
-            levels = tuple(dataclasses.replace(level, checkpoint=False) for level in levels)
+            changes["checkpoint"] = False
+        levels = tuple(dataclasses.replace(level, **changes) for level in self.levels)
         row = dataclasses.replace(self, item=constant, levels=levels, back=False)
         return saved(row.fold(steps))
 

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: MIT
+"""What all steps of a loop share: how its cotangents are added up.
+
+The transpose of a `jax.lax.scan` adds the cotangents of a constant one step after another, and
+rounds as often. In a long loop, a constant has no derivative of its own. Its tangent goes through
+the carry instead, from which each step borrows it (`borrowed`). The transpose of that is a sum which
+carries what rounding took (`add_exactly`), as the long sums of `rankax.core.reduce.row` do.
+
+Forward, nothing of this is computed: the carry holds zeros that nobody reads.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+
+MOST_PLAIN = 16  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
+
+
+def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return ``total + lost + x`` rounded, and what rounding took, which has no derivative.
+
+    What it took is itself a number of their dtype, and found without a comparison (Knuth, The Art
+    of Computer Programming, volume 2, 4.2.2). To add it to the next number is due to Kahan (1965).
+    """
+    total, lost = _add.bind(total, lost, x)
+    return total, lost
+
+
+def lend(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what the carry of a loop holds of a constant before the first step."""
+    held, lost = _lend.bind(x)
+    return held, lost
+
+
+def borrow(held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return the slope of a constant in a step, for `with_slope`, and what the carry holds next."""
+    slope, x, lost = _borrow.bind(*held)
+    return slope, (x, lost)
+
+
+def with_slope(x: jax.Array, slope: jax.Array) -> jax.Array:
+    """Return ``x`` with the derivative of ``slope``, which has its type."""
+    return _with_slope.bind(x, slope)[0]
+
+
+def in_each(x: jax.Array, items: Sequence[Any]) -> jax.Array:
+    """Return ``x`` mapped along each axis of a `jax.vmap` that maps one of the items.
+
+    So each item has a cotangent of its own, and these are added in the dtype of ``x``.
+    """
+    return _in_each.bind(x, *items)[0]
+
+
+def widened(x: Any) -> Any:
+    """Return a float of less than 32 bits as float32."""
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if is_narrow else x
+
+
+# The primitives. A compiled program shows no trace of them.
+
+
+def _primitive(
+    name: str, results: int, run: Any, differentiate: Any, transpose: Any = None
+) -> Any:
+    """Return a primitive whose ``results`` all have the type of the first argument."""
+    primitive: Any = jax.extend.core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(lambda *avals: [avals[0]] * results)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    ad.primitive_jvps[primitive] = differentiate
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    return primitive
+
+
+def _batched(primitive: Any, args: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    pairs = list(zip(args, dims, strict=True))
+    size = next(x.shape[dim] for x, dim in pairs if dim is not None)
+
+    def in_front(x: Any, dim: int | None) -> Any:
+        return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+    # Only the type of the first argument matters, and of others whether they are mapped.
+    rest = [(x, dim) for x, dim in pairs[1:] if primitive is not _in_each or dim is not None]
+    outs = primitive.bind(*(in_front(x, dim) for x, dim in [pairs[0], *rest]))
+    return outs, [0] * len(outs)
+
+
+def _pushed(linear: Any, primals: list[Any], tangents: Sequence[Any]) -> Any:
+    """Return results and their tangents, those of a linear function of the tangents."""
+    if all(isinstance(tangent, ad.Zero) for tangent in tangents):
+        return primals, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals]
+    return primals, linear(*map(ad.instantiate_zeros, tangents))
+
+
+def _added(total: Any, lost: Any, x: Any) -> list[Any]:
+    x = x + lost
+    after = total + x
+    taken = after - total
+    error = (total - (after - taken)) + (x - taken)
+    return [after, jnp.where(error == error, error, jnp.zeros_like(error))]  # NaN: of infinity
+
+
+def _added_pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    total, lost = _add.bind(*primals)
+    none = ad.Zero(jax.typeof(lost).to_tangent_aval())
+    return [total, lost], [ad.add_tangents(tangents[0], tangents[2]), none]
+
+
+def _added_back(cotangents: Sequence[Any], *_: Any) -> list[Any]:
+    total, lost = cotangents
+    return [total, lost, total]
+
+
+_add = _primitive("rankax_add", 2, _added, _added_pushed, _added_back)
+
+
+def _lent(x: Any) -> list[Any]:
+    return [x, jnp.zeros_like(x)]
+
+
+def _lent_back(cotangents: Sequence[Any], _: Any) -> list[Any]:
+    total, lost = map(ad.instantiate_zeros, cotangents)
+    return [total + lost]
+
+
+_lend = _primitive(
+    "rankax_lend",
+    2,
+    _lent,
+    lambda primals, tangents: _pushed(_lend.bind, _lent(*primals), tangents),
+    _lent_back,
+)
+
+
+def _borrowed(x: Any, lost: Any) -> list[Any]:
+    return [x, x, lost]
+
+
+def _borrowed_back(cotangents: Sequence[Any], *_: Any) -> list[Any]:
+    own, total, lost = cotangents
+    if isinstance(own, ad.Zero):
+        return [total, lost]
+    return list(add_exactly(*map(ad.instantiate_zeros, (total, lost, own))))
+
+
+_borrow = _primitive(
+    "rankax_borrow",
+    3,
+    _borrowed,
+    lambda primals, tangents: _pushed(_borrow.bind, _borrowed(*primals), tangents),
+    _borrowed_back,
+)
+
+
+# In a derivative, the value does not depend on the slope, which is then not stored for each step.
+_with_slope = _primitive(
+    "rankax_with_slope",
+    1,
+    lambda x, _: [x],
+    lambda primals, tangents: (list(primals[:1]), list(tangents[1:])),
+)
+
+
+def _in_each_pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    _, *items = primals
+    outs = _in_each.bind(*primals)
+    return _pushed(lambda tangent: _in_each.bind(tangent, *items), outs, tangents[:1])
+
+
+def _in_each_back(cotangents: Sequence[Any], _: Any, *items: Any) -> list[Any]:
+    return [cotangents[0], *(None for _ in items)]
+
+
+_in_each = _primitive("rankax_in_each", 1, lambda x, *_: [x], _in_each_pushed, _in_each_back)
