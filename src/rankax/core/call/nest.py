@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from rankax.core.hooks import NO_RULES, Observer, Pass, Rules, Walker, passes_of
+from rankax.core.hooks import NO_RULES, Observer, Pass, Rules, Walker, form_of, passes_of
 from rankax.core.loop.loop import map_level, on_explicit_mesh
+from rankax.core.loop.shared import is_narrow, narrowed, widened
 from rankax.core.loop.spec import LoopSpec, number_items, vmap_level
 from rankax.core.options import Options
 from rankax.core.plan.schedule import Nesting, Schedule
@@ -46,6 +48,8 @@ class Nest:
         What the compiler asks for.
     passes : tuple of Pass
         What changes the program of an item.
+    takes_chunks : bool
+        Whether the program of an item calls the kernel with all items of a chunk.
     """
 
     nesting: Nesting
@@ -55,6 +59,7 @@ class Nest:
     differentiable: bool
     rules: Rules
     passes: tuple[Pass, ...]
+    takes_chunks: bool = False
 
     @property
     def plan(self) -> Schedule:
@@ -97,7 +102,7 @@ class Nest:
         walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr, consts)
         operands = list(item.closed.consts), mapped, arrays, begins or {}
         evaluated = walk.evaluated
-        if not self.differentiable or evaluated.serves_both(mapped):
+        if not self.differentiable or evaluated.serves_both(operands):
             return evaluated.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
         is_ordered = self.reductions is not None and self.reductions.are_ordered
@@ -197,7 +202,7 @@ class _Walk:
 
     def values(self, operands: Operands, *, back: bool) -> list[Any]:
         """Walk the levels, in the way that is evaluated or in the one that is differentiated."""
-        consts, mapped, others, begins = operands
+        consts, mapped, others, begins = self._widened(operands) if back else operands
         if self.nest.reductions is not None:
             walk, mapped = (self, mapped) if back else self._stored(mapped)
             return walk._reduced((consts, mapped, others, begins), back=back)
@@ -210,6 +215,20 @@ class _Walk:
         for spec in reversed(self.nest.specs):
             fun = map_level(fun, spec, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
+
+    def _widened(self, operands: Operands) -> Operands:
+        """Return the operands of a derivative; what several items share has at least 32 bits."""
+        consts, mapped, others, begins = operands
+        pairs = zip(mapped, self._are_shared, strict=True)
+        mapped = [widened(x) if shared else x for x, shared in pairs]
+        others = {i: widened(x) for i, x in others.items()}
+        return list(map(widened, consts)), mapped, others, begins
+
+    @property
+    def _are_shared(self) -> list[bool]:
+        """Which of the leaves that the levels map are mapped by some of them only."""
+        by_level = zip(*(spec.in_axes for spec in self.nest.specs), strict=False)
+        return [None in axes for axes, _ in zip(by_level, self.nest.nesting.mapped, strict=False)]
 
     def _stored(self, mapped: list[Any]) -> tuple[_Walk, list[Any]]:
         """Return the inputs of a reduction as it reads them best, and the walk over them."""
@@ -269,7 +288,7 @@ class _Walk:
         self, consts: Sequence[Any], others: Mapping[int, Any], begins: Begins
     ) -> Callable[..., list[Any]]:
         """Return the item as a function of the leaves that the levels map, and of its places."""
-        item, inputs, nesting = self._with(consts), self.nest.inputs, self.nest.nesting
+        item, inputs, nesting = self._item_of(consts), self.nest.inputs, self.nest.nesting
 
         def of_mapped(*items: Any) -> list[Any]:
             here = {**others, **dict(zip(nesting.mapped, items, strict=False))}
@@ -281,18 +300,38 @@ class _Walk:
         plan = nesting.plan
         return number_items(fun, nesting.splits, plan.levels, plan.batch_shape, begins)
 
-    def serves_both(self, mapped: Sequence[jax.Array]) -> bool:
+    def _item_of(self, consts: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Return the item, which takes what is `widened` as it is."""
+        jaxpr, each = self.jaxpr, not self.nest.takes_chunks
+
+        def item(*leaves: Any) -> list[Any]:
+            def own(x: Any, var: Any) -> Any:
+                dtype = var.aval.dtype
+                return x if x.dtype == dtype else narrowed(x, dtype, leaves if each else ())
+
+            values = [own(x, v) for x, v in zip((*consts, *leaves), variables, strict=True)]
+            return self._with(values[: len(consts)])(*values[len(consts) :])
+
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        return item if any(is_narrow(v.aval) for v in variables) else self._with(consts)
+
+    def serves_both(self, operands: Operands) -> bool:
         """Whether the walk that is evaluated is also the best one to differentiate.
 
-        It is not if lanes walk it, or a derivative walks other chunks or another program. Nor, of a
-        map, if chunks overlap or are read by index, because a derivative would copy outputs; nor,
-        of a reduction, if it is not linear, has a mask, goes back through a few items of each row,
-        or if tiles overlap, because a derivative must not count an item twice.
+        It is not if lanes walk it, if a derivative walks other chunks or another program, or if
+        items share floats of less than 32 bits (`narrowed`). Nor, of a map, if chunks overlap or
+        are read by index, because a derivative would copy outputs; nor, of a reduction, if it is
+        not linear, has a mask, goes back through a few items of each row, or if tiles overlap,
+        because a derivative must not count an item twice.
         """
+        consts, mapped, others, _ = operands
         has_walker = any(spec.walker is not None for spec in self.nest.specs)
         if has_walker or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
             return False
         loops = [spec for spec in self.nest.specs if spec.is_loop]
+        some = itertools.compress(mapped, self._are_shared)
+        if any(map(is_narrow, (*consts, *some, *others.values()))):
+            return False
         if self.nest.reductions is not None:
             row = self._row({}, {})
             stored, _ = self._stored(list(mapped))
@@ -328,7 +367,10 @@ def nest_of(
     checkpoint = differentiable and options.checkpoint is not False
     specs = _specs(plan, observer, checkpoint=checkpoint, differentiable=differentiable)
     rules, reductions = options.rules, options.reduce
-    return Nest(plan, specs, inputs, reductions, differentiable, rules, passes_of(options))
+    form = form_of(options)
+    takes_chunks = form is not None and form.takes_chunks
+    passes = passes_of(options)
+    return Nest(plan, specs, inputs, reductions, differentiable, rules, passes, takes_chunks)
 
 
 def nest_without_loops(plan: Nesting) -> Nest:

@@ -64,7 +64,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from rankax.core.base.arrays import counted, has_tangent, scalar, zeros
 from rankax.core.loop.eager_programs import kernel_of_call
-from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, with_slope
+from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, pays_to_lend, with_slope
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
 from rankax.core.plan.schedule import Chunks
 from rankax.core.trace.derivatives import keep_rules
@@ -566,8 +566,10 @@ def run_loop(
             shared[i] = with_slope(shared[i], slope)
         return tree.unflatten(run(shared, chunk))
 
+    is_long = level.differentiable and chunks.steps > MOST_PLAIN
+    lent = [i for i, x in enumerate(operands.shared) if is_long and pays_to_lend(x, closed.jaxpr)]
     slots = TileSlots(chunks.size, below, index_dtype)
-    return _scan_chunks(chunk_at, operands, level, chunks, folds, slots)
+    return _scan_chunks(chunk_at, operands, lent, level, chunks, folds, slots)
 
 
 def _on_chunk(
@@ -617,12 +619,16 @@ def apart_from_constants(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
 def _scan_chunks(
     chunk_at: Callable[[Any, _Operands], Any],
     operands: _Operands,
+    lent: Sequence[int],
     level: LoopSpec,
     chunks: Chunks,
     folds: Sequence[Sink],
     slots: TileSlots,
 ) -> list[Any]:
-    """Evaluate the chunks one after another, and pass their outputs to the folds."""
+    """Evaluate the chunks one after another, and pass their outputs to the folds.
+
+    ``lent``: what is shared and whose cotangents are added exactly (`rankax.core.loop.shared`).
+    """
     reports = level.observer and level.observer.reports(chunks.length, chunks.size, chunks.steps)
     # Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
     # prevent_cse are not needed.
@@ -638,19 +644,21 @@ def _scan_chunks(
         one_step = checkpointed(one_step)
 
     def step(carry: tuple[Any, Any, Any], stacked: Any) -> tuple[tuple[Any, Any, Any], Any]:
-        start, held, lent = carry
-        slopes, lent = {}, dict(lent)
-        for i, own in lent.items():
-            slopes[i], lent[i] = borrow(own)
+        start, held, shared = carry
+        borrowed = {i: borrow(own) for i, own in shared.items()}
+        slopes = {i: slope for i, (slope, _) in borrowed.items()}
+        shared = {i: own for i, (_, own) in borrowed.items()}
         held, rows = one_step(held, start, operands._replace(stacked=stacked, slopes=slopes))
         if reports is not None:  # outside the checkpoints, which would report again
             reports.step(start)
-        return (next_start(start, chunks), carried_with(held, operands), lent), rows
+        return (next_start(start, chunks), carried_with(held, operands), shared), rows
 
     begin = [fold.start(slots.count) for fold in folds]
-    is_long = level.differentiable and chunks.steps > MOST_PLAIN
-    lent = {i: lend(x) for i, x in enumerate(operands.shared) if is_long and has_tangent(x)}
-    init = first_start(chunks), carried_with(begin, operands), lent
+    init = (
+        first_start(chunks),
+        carried_with(begin, operands),
+        {i: lend(operands.shared[i]) for i in lent},
+    )
     (end, held, _), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = ends_of(folds, held, rows)
     if reports is not None:

@@ -3,24 +3,32 @@
 
 The transpose of a `jax.lax.scan` adds the cotangents of a constant one step after another, and
 rounds as often. In a long loop, a constant has no derivative of its own. Its tangent goes through
-the carry instead, from which each step borrows it (`borrowed`). The transpose of that is a sum which
-carries what rounding took (`add_exactly`), as the long sums of `rankax.core.reduce.row` do.
+the carry instead, from which each step borrows it. The transpose of that is a sum which carries
+what rounding took (`add_exactly`), as the long sums of `rankax.core.reduce.row` do. Forward,
+nothing of this is computed: the carry holds the constants, which nobody reads there.
 
-Forward, nothing of this is computed: the carry holds zeros that nobody reads.
+Floats of less than 32 bits are constants in float32 where a loop is differentiated, and each item
+converts them back (`narrowed`): their cotangents are rounded once.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax import lax
+from jax.extend.core import Jaxpr
 from jax.interpreters import ad, batching, mlir
 
+from rankax.core.base.arrays import has_tangent, is_ref
+from rankax.core.trace.programs import subprograms
 
 MOST_PLAIN = 16  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
+
+_SMALL = 64  # numbers
+_LESS = 64  # numbers that a step computes for each of a constant
 
 
 def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -31,6 +39,30 @@ def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Ar
     """
     total, lost = _add.bind(total, lost, x)
     return total, lost
+
+
+def pays_to_lend(x: jax.Array, jaxpr: Jaxpr) -> bool:
+    """Whether the cotangents of a constant are to be added exactly in each step of this program.
+
+    That takes eight operations for each of its numbers. So it has to be small, or a step has to
+    compute many times as much: a row of pairs adds to the cotangent of each column.
+    """
+    return has_tangent(x) and (x.size <= _SMALL or x.size * _LESS <= _numbers(jaxpr))
+
+
+def _numbers(jaxpr: Jaxpr) -> int:
+    """Return about how many numbers a program computes, and multiplies in products."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        outs: list[Any] = [v.aval for v in eqn.outvars]
+        numbers = sum(map(_numbers, subprograms(eqn)))
+        if not numbers:
+            numbers = sum(aval.size for aval in outs)
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            numbers *= math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        total += numbers * eqn.params.get("length", 1)
+    return total
 
 
 def lend(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,26 +82,32 @@ def with_slope(x: jax.Array, slope: jax.Array) -> jax.Array:
     return _with_slope.bind(x, slope)[0]
 
 
-def in_each(x: jax.Array, items: Sequence[Any]) -> jax.Array:
-    """Return ``x`` mapped along each axis of a `jax.vmap` that maps one of the items.
-
-    So each item has a cotangent of its own, and these are added in the dtype of ``x``.
-    """
-    return _in_each.bind(x, *items)[0]
-
-
 def widened(x: Any) -> Any:
-    """Return a float of less than 32 bits as float32."""
-    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-    return x.astype(jnp.float32) if is_narrow else x
+    """Return an array of floats of less than 32 bits as float32."""
+    return x.astype(jnp.float32) if is_narrow(x) else x
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array, or a type, has floats of less than 32 bits."""
+    if is_ref(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return False
+    return jnp.finfo(x.dtype).bits < 32
+
+
+def narrowed(x: Any, dtype: Any, items: Sequence[Any]) -> Any:
+    """Return what an item takes of an array that is `widened`, whose cotangents are added so.
+
+    A small array is mapped along each axis of a `jax.vmap` that maps one of the ``items``, so that
+    each item has a cotangent of its own. Of a large one, a chunk has one, which is rounded.
+    """
+    x = _in_each.bind(x, *items)[0] if items and x.size <= _SMALL else x
+    return x.astype(dtype)
 
 
 # The primitives. A compiled program shows no trace of them.
 
 
-def _primitive(
-    name: str, results: int, run: Any, differentiate: Any, transpose: Any = None
-) -> Any:
+def _primitive(name: str, results: int, run: Any, differentiate: Any, transpose: Any = None) -> Any:
     """Return a primitive whose ``results`` all have the type of the first argument."""
     primitive: Any = jax.extend.core.Primitive(name)
     primitive.multiple_results = True
@@ -168,6 +206,7 @@ _with_slope = _primitive(
     1,
     lambda x, _: [x],
     lambda primals, tangents: (list(primals[:1]), list(tangents[1:])),
+    lambda cotangents, x, _: [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None, *cotangents],
 )
 
 

@@ -17,9 +17,9 @@ points took 0.6 to 1 s that way, and takes 0.1 s with one accumulator for each s
 more than 16 numbers are joined in every step, because their slots would not fit the cache
 (`Accumulation.is_wide`).
 
-A loop of more than `MOST_PLAIN` steps would round as often: 100,000 steps of 0.1 in float32 are half
-a percent off. So it holds what rounding took beside the sums (`Accumulator.add`), and folds a tile
-into a quarter of the slots first, so that the two cost no more than one.
+A loop of more than `MOST_PLAIN` steps would round as often: 100,000 steps of 0.1 in float32 are
+half a percent off. So it holds what rounding took beside the sums (`Accumulator.add`), and folds a
+tile into a quarter of the slots first, so that the two cost no more than one.
 
 The slots are the last axis of each array of a state; the other axes are the core axes of an output.
 (In `Ordered`, they are axis 0.) The states of several runs of items are slots, too: `join_runs`
@@ -106,7 +106,7 @@ class Accumulator(Protocol):
 
     def total(self, held: Any) -> State:
         """Return the state that is held."""
-        return held[0] + lax.stop_gradient(held[1])
+        return held[0] + held[1]
 
     def found(self, row: Any, step: "Accumulation", state: State) -> State:
         """Complete the joined state of a `Row`, if `step` has put off some of the work."""

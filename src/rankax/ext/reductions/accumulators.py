@@ -18,7 +18,6 @@ from rankax.core.protocol import (
     scalar,
 )
 
-
 _MOST_EXACT = 128  # rows of a sum of outer products that holds what rounding took
 
 
