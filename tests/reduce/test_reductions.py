@@ -160,6 +160,13 @@ def test_dtypes(dtype):
     assert_same(found, expected, rtol=1e-2 if dtype == "bfloat16" else 1e-6)
 
 
+@pytest.mark.parametrize("name", [*PLAIN, "gram"])
+def test_weak_types_do_not_depend_on_the_chunks(name):
+    weak = lax.full((5,), 2.0)
+    by_size = [chunked_reduce(lambda v: v, name, size)(weak) for size in (2, 5, None)]
+    assert {str(jax.typeof(out)) for out in by_size} == {str(jax.typeof(by_size[-1]))}
+
+
 def test_numbers_of_64_bits():
     names = "sum", "mean", "max", "argmax"
     with enable_x64():

@@ -59,7 +59,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, PartitionSpec
 
-from rankax.core.base.arrays import counted, has_tangent, scalar, zeros
+from rankax.core.base.arrays import as_weak, counted, has_tangent, scalar, zeros
 from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
 from rankax.core.plan.schedule import Chunks
@@ -364,6 +364,8 @@ class Store(Sink):
         triples = zip(held, rows or none, self.as_rows, strict=True)
         axis = self.axis or 0
         outs = [join_chunks(row, self.chunks, axis) if is_row else x for x, row, is_row in triples]
+        # What was written into a buffer has lost a weak type.
+        outs = list(map(as_weak, outs, self.avals))
         return jax.tree.unflatten(jax.tree.structure(self.chunk), outs)
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from rankax.core.base.arrays import counted, index_dtype, scalar, zeros
+from rankax.core.base.arrays import counted, index_dtype, scalar, zeros_of
 from rankax.core.hooks import Rules
 from rankax.core.loop.loop import (
     Sink,
@@ -319,7 +319,7 @@ class Row:
         """Evaluate the item with this flat index; return zeros if the row is empty."""
         if not self.size:
             avals: list[Any] = [v.aval for v in self.jaxpr.outvars]
-            return [zeros(aval.shape, aval.dtype) for aval in avals]
+            return [zeros_of(aval, aval.shape) for aval in avals]
         return self.item(*items_at(self.leaves, index, self.levels))
 
     def pick(self, index: jax.Array, output: int) -> jax.Array:

@@ -260,7 +260,7 @@ class Gram(Reduction):
             raise MisfitError("its weights are for the rows of a Jacobian; scale the output")
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        return [outs[0].T @ outs[1]]
+        return [(outs[0].T @ outs[1]).astype(outs[1].dtype)]  # strong, as every sum
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         aval = outputs.avals[1]
