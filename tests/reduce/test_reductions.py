@@ -160,6 +160,16 @@ def test_dtypes(dtype):
     assert_same(found, expected, rtol=1e-2 if dtype == "bfloat16" else 1e-6)
 
 
+@pytest.mark.parametrize("name", ["any", "all"])
+def test_a_number_is_true_as_in_numpy(name):
+    rows = [[1j, 1j, 2j, 1j], [0j, 1j, 0, 0], [0, -0.0, -0j, 0], [np.nan, 1, 1j * np.nan, np.inf]]
+    rows = [kind(rows) for kind in (np.asarray, np.real, np.imag, np.isnan)]
+    want = {i: getattr(np, name)(values, axis=1) for i, values in enumerate(rows)}
+    values = {i: jnp.asarray(values.T) for i, values in enumerate(rows)}
+    for size in (1, 3, None):
+        assert_same(chunked_reduce(lambda v: v, name, size)(values), want)
+
+
 @pytest.mark.parametrize("name", [*PLAIN, "gram"])
 def test_weak_types_do_not_depend_on_the_chunks(name):
     weak = lax.full((5,), 2.0)

@@ -120,9 +120,15 @@ class Prod(_Accumulated):
         return jnp.moveaxis(state, 0, -1)
 
 
+class _Truth(_Accumulated):
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        # `jax.numpy.any` and `all` look at the real part of a complex number only.
+        return super().plain(outputs, row, [out.astype(jnp.bool_) for out in outs])
+
+
 @dataclasses.dataclass(frozen=True)
-class AnyOf(_Accumulated):
-    """`jax.numpy.any`."""
+class AnyOf(_Truth):
+    """`jax.numpy.any`, but a complex number is true unless it is 0, as in `numpy.any`."""
 
     name = "any"  # pyright: ignore
     function = reduce = staticmethod(jnp.any)
@@ -131,8 +137,8 @@ class AnyOf(_Accumulated):
 
 
 @dataclasses.dataclass(frozen=True)
-class All(_Accumulated):
-    """`jax.numpy.all`."""
+class All(_Truth):
+    """`jax.numpy.all`, but a complex number is true unless it is 0, as in `numpy.all`."""
 
     function = reduce = staticmethod(jnp.all)
     identity, combine = True, staticmethod(lax.bitwise_and)
