@@ -365,8 +365,7 @@ class Store(Sink):
         axis = self.axis or 0
         outs = [join_chunks(row, self.chunks, axis) if is_row else x for x, row, is_row in triples]
         # What was written into a buffer has lost a weak type.
-        outs = list(map(as_weak, outs, self.avals))
-        return jax.tree.unflatten(jax.tree.structure(self.chunk), outs)
+        return jax.tree.unflatten(jax.tree.structure(self.chunk), map(as_weak, outs, self.avals))
 
 
 def steps_of(folds: Sequence[Sink], held: Sequence[Any], tile: Tile) -> tuple[list[Any], list[Any]]:

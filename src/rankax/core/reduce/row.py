@@ -104,6 +104,7 @@ class Accumulation(Sink):
     outputs: int | tuple[int, ...]
     accumulator: Accumulator
     mask: int | None = None  # the output that says whether the item counts
+    once: bool = False  # whether an item is not added twice even if it may be
 
     @property
     def is_wide(self) -> bool:
@@ -121,7 +122,7 @@ class Accumulation(Sink):
 
     def step(self, held: State, tile: Tile) -> tuple[State, None]:
         accumulator = self.accumulator
-        counts = None if accumulator.may_repeat else tile.new
+        counts = None if accumulator.may_repeat and not self.once else tile.new
         if self.mask is not None:
             mask = tile.in_slots(self.mask)
             counts = mask if counts is None else mask & counts

@@ -121,6 +121,8 @@ class Prod(_Accumulated):
 
 
 class _Truth(_Accumulated):
+    folds_constants = True
+
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         # `jax.numpy.any` and `all` look at the real part of a complex number only.
         return super().plain(outputs, row, [out.astype(jnp.bool_) for out in outs])

@@ -55,7 +55,7 @@ class _Compared(EachLeaf):
 
 class _ArgExtremum(_Compared):
     largest = False
-    finds_items = True
+    finds_items = folds_constants = True
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         some = self.where is not None
@@ -162,7 +162,7 @@ class FirstK(_Compared):
     k: int
 
     largest = True
-    finds_items = True
+    finds_items = folds_constants = True
 
     def __post_init__(self) -> None:
         positive_int(self.k, type(self).__name__, "k")
