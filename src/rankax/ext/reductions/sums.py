@@ -147,25 +147,23 @@ class All(_Truth):
     is_sum = True
 
 
-class _Continuous(EachLeaf):
-    def misfit(self, aval: Any) -> str:
-        return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
-
-
 @dataclasses.dataclass(frozen=True)
-class LogSumExp(_Continuous):
+class LogSumExp(EachLeaf):
     """`jax.nn.logsumexp`, in one pass. A derivative takes a second one."""
 
     function = staticmethod(jax.nn.logsumexp)
 
     def accumulator(self, aval: Any, size: int) -> LogSumExpOf:
-        return LogSumExpOf(aval.shape, wide(aval.dtype))
+        return LogSumExpOf(aval.shape, wide(dtype_of(jax.nn.logsumexp, aval)))
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         largest, total = (x[..., 0] for x in state)
-        return (jnp.log(total) + largest.astype(total.dtype)).astype(aval.dtype)
+        found = jnp.log(total) + largest.astype(total.dtype)
+        return found.astype(dtype_of(jax.nn.logsumexp, aval))
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        if not has_tangent(aval):
+            return super().differentiable_leaf(aval, row, position)
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         parts = row.then(lambda outs: jnp.real(outs[position].astype(dtype)))
@@ -185,11 +183,14 @@ class MomentsResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments(_Average, _Continuous):
-    """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass.
+class Moments(_Average):
+    """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass; of floats only.
 
     No large numbers are subtracted from each other. A derivative takes a second pass.
     """
+
+    def misfit(self, aval: Any) -> str:
+        return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         count = _count(row.size)
