@@ -18,6 +18,7 @@ from fuzz import programs
 from helpers import refusal, weekly
 from rankax import SplitKey, auto_vmap, chunked_jacfwd, chunked_jacrev, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
+from scan_cases import assert_same_weak_types
 from sharding import (
     ODD,
     N,
@@ -398,6 +399,19 @@ def test_stretched_axes_of_any_length(mesh, options):
         lambda x, y, key: x * y + jax.random.normal(key)
     )
     same(drawn(*args), drawn.with_options(devices=None)(*args))
+
+
+@pytest.mark.parametrize("length", [8, 9])
+@on("Auto")
+def test_results_and_cotangents_are_weak_as_on_one(mesh, length):
+    x, w = jax.lax.full((length,), 2.0), jax.lax.full((3,), 2.0)
+
+    def found(devices):
+        mapped = chunked_vmap(lambda x, w: (x * w, 2), None, (0, None), devices=devices)
+        return mapped(x, w), jax.grad(lambda *args: mapped(*args)[0].sum(), (0, 1))(x, w)
+
+    same(found("all"), found(None))
+    assert_same_weak_types(found("all"), found(None))
 
 
 # Random programs, against plain JAX on one device.

@@ -21,6 +21,7 @@ from helpers import (
     weekly,
 )
 from rankax import chunked_vmap
+from scan_cases import assert_same_weak_types
 from situations.plain import item_by_item
 
 # 12 items are even in chunks of 4, 13 are not; 1 + 12 divides nothing that is near 4 or 5.
@@ -188,8 +189,51 @@ def test_weak_types_promote_inside_the_kernel_as_under_vmap(length):
         return weak * half  # float16 with a weak float, an error with a strong float32
 
     assert_same(chunked_vmap(one, 4)(weak), jax.vmap(one)(weak))
-    # Only a stack of chunks stays weak.
-    assert chunked_vmap(lambda x: x * 2, 4)(weak).weak_type == (length == EVEN)
+
+
+@pytest.mark.parametrize("chunk_size", [1, slow(2), 3, slow(7), slow(None)])
+@pytest.mark.parametrize(
+    "x",
+    [jnp.arange(7), jnp.arange(7.0), *(lax.full((7,), number) for number in (2, 2.0, 2j))],
+    ids=lambda x: str(jax.typeof(x)),
+)
+@jax.numpy_dtype_promotion("standard")
+def test_results_and_derivatives_are_weak_as_under_vmap(x, chunk_size):
+    def many(x):
+        count, _ = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * x), (0, x))
+        return 2.0, 3, 2j, True, x, x * 2, x * 2.0, x * 2j, x[None] * 2, x * jnp.ones(2), count
+
+    def forward(mapped):
+        return mapped(x)
+
+    def pushed(mapped):
+        return jax.jvp(mapped, (x,), (x,))
+
+    def pulled(mapped):
+        floats = jax.eval_shape(mapped, x)
+        at = [i for i, out in enumerate(floats) if jnp.issubdtype(out.dtype, jnp.inexact)]
+        outs, transpose = jax.vjp(lambda x: [mapped(x)[i] for i in at], x)
+        return transpose(outs)
+
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    for derivative in (forward, pushed, pulled) if is_float else (forward,):
+        got, want = derivative(chunked_vmap(many, chunk_size)), derivative(jax.vmap(many))
+        assert_same(got, want)
+        assert_same_weak_types(got, want)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, slow(None)])
+@pytest.mark.parametrize("shared", [2.0, lax.full((3,), 2.0), jnp.ones(3)], ids=str)
+def test_cotangents_of_shared_arguments_are_weak_as_under_vmap(shared, chunk_size):
+    x = jnp.arange(7.0)
+
+    def gradients(map_of):
+        mapped = map_of(jnp.multiply, in_axes=(0, None))
+        return jax.grad(lambda x, shared: mapped(x, shared).sum(), (0, 1))(x, shared)
+
+    got, want = gradients(in_chunks_of(chunk_size)), gradients(jax.vmap)
+    assert_same(got, want)
+    assert_same_weak_types(got, want)
 
 
 # Programs.

@@ -14,6 +14,7 @@ import rankax
 from helpers import assert_same, primitives, slow, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.reductions import Best, BottomK, Fold
+from scan_cases import assert_same_weak_types
 
 # Kernels whose loops differ in length.
 
@@ -67,6 +68,20 @@ def test_trees_integers_and_bools(lanes):
 def test_empty_batches_and_loops_of_no_step():
     assert_same(free(halvings)(X[:0]), in_lockstep(X[:0]))
     assert_same(free(halvings)(X * 0), in_lockstep(X * 0))
+
+
+def test_results_are_weak_as_under_vmap():
+    def counted(x):
+        start = 0, 1.0, x
+        *counts, last = lax.while_loop(
+            lambda s: s[2] > 1, lambda s: (s[0] + 1, s[1] * 2, s[2] / 2), start
+        )
+        return *counts, last, 2
+
+    for x in (X, lax.full((7,), 20.0)):
+        got, want = free(counted)(x), jax.vmap(counted)(x)
+        assert_same(got, want)
+        assert_same_weak_types(got, want)
 
 
 def many_sides(x):

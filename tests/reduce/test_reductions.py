@@ -148,8 +148,7 @@ def test_second_derivatives(name):
 def test_dtypes(dtype):
     real = np.asarray([3, 1, 1, 0, 2, 5, 5, 4, 2, 7, 0])
     values = jnp.asarray(real, dtype) * jnp.asarray(1 + 2j if dtype == "complex64" else 1, dtype)
-    unfit = set() if jnp.issubdtype(dtype, jnp.inexact) else {"logsumexp"}
-    unfit |= {"max", "min", "argmax", "argmin"} if dtype == "complex64" else set()
+    unfit = {"max", "min", "argmax", "argmin"} if dtype == "complex64" else set()
     for name in unfit:
         text = f"it cannot be reduced by {name}: output "
         with pytest.raises(ValueError, match=text):
@@ -158,6 +157,23 @@ def test_dtypes(dtype):
     found = all_names(lambda name: chunked_reduce(lambda v: v, name, 3), values, names=names)
     expected = all_names(lambda name: lambda v: PLAIN[name](v, axis=0), values, names=names)
     assert_same(found, expected, rtol=1e-2 if dtype == "bfloat16" else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["any", "all"])
+def test_a_number_is_true_as_in_numpy(name):
+    rows = [[1j, 1j, 2j, 1j], [0j, 1j, 0, 0], [0, -0.0, -0j, 0], [np.nan, 1, 1j * np.nan, np.inf]]
+    rows = [kind(rows) for kind in (np.asarray, np.real, np.imag, np.isnan)]
+    want = {i: getattr(np, name)(values, axis=1) for i, values in enumerate(rows)}
+    values = {i: jnp.asarray(values.T) for i, values in enumerate(rows)}
+    for size in (1, 3, None):
+        assert_same(chunked_reduce(lambda v: v, name, size)(values), want)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "gram"])
+def test_weak_types_do_not_depend_on_the_chunks(name):
+    weak = lax.full((5,), 2.0)
+    by_size = [chunked_reduce(lambda v: v, name, size)(weak) for size in (2, 5, None)]
+    assert {str(jax.typeof(out)) for out in by_size} == {str(jax.typeof(by_size[-1]))}
 
 
 def test_numbers_of_64_bits():
@@ -642,7 +658,7 @@ NOT_ONE_ARRAY = {"distance": Best("t", largest=True), "force": None, "number": N
     [
         ("sum", 2, "reduce_axis 2 is out of range for the batch shape (4, 23)"),
         ("sum", (0, -2), "reduce_axis (0, -2) names an axis of the batch shape (4, 23) twice"),
-        ("logsumexp", -1, "dtype int32, and logsumexp needs floats; return it as a float"),
+        (Moments(), -1, "dtype int32, and moments needs floats; return it as a float"),
         (Best("t"), -1, "output has no output 't'; it has output['distance'], output['force'] and"),
         (NOT_ONE_ARRAY, -1, "it is one array; return a dict with the key 't', or take the largest"),
         (Best("force"), -1, "output['force'] decides, so it must be one real number, but it has"),

@@ -185,6 +185,7 @@ from rankax.core.declare.split_key import SplitKey, key_rank, marked
 from rankax.core.base import messages
 from rankax.core.base.arrays import (
     Target,
+    as_weak,
     counted,
     flat_index,
     has_tangent,
@@ -202,7 +203,9 @@ from rankax.core.base.arrays import (
     sharding_of,
     target_of,
     too_many,
+    weakened,
     zeros,
+    zeros_of,
 )
 from rankax.core.base.cache import Kept, caches, switch
 from rankax.core.base.messages import (

@@ -226,15 +226,10 @@ def _resized_one(x: Any, shape: Shape, *, copies: bool = False) -> Any:
         data = jax.random.key_data(x)
         data = _resized_one(data, (*shape, *data.shape[x.ndim :]), copies=copies)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return _resize.bind(x, shape=shape, copies=copies, weak=False)
+    return _resize.bind(x, shape=shape, copies=copies)
 
 
-def weakened(x: Any) -> Any:
-    """Return an array of a traced program with a weak type, which it lost on the host."""
-    return _resize.bind(x, shape=x.shape, copies=False, weak=True)
-
-
-def _by(package: Any, x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
+def _by(package: Any, x: Any, *, shape: Shape, copies: bool) -> Any:
     if copies:
         for axis, size in enumerate(shape):
             if package is np and size > x.shape[axis] > 0:
@@ -272,13 +267,13 @@ def _placed(resized: Any, x: Any) -> Any:
 
 
 @_resize.def_impl
-def _(x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
+def _(x: Any, *, shape: Shape, copies: bool) -> Any:
     return resized([x], [shape], copies=copies)[0]
 
 
 @_resize.def_abstract_eval
-def _(x: Any, *, shape: Shape, weak: bool, **_: Any) -> Any:
-    return x.update(shape=shape, weak_type=weak)
+def _(x: Any, *, shape: Shape, **_: Any) -> Any:
+    return x.update(shape=shape, weak_type=False)
 
 
 def _transposed(cotangent: Any, x: Any, **_: Any) -> Any:

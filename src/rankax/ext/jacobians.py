@@ -25,6 +25,7 @@ from rankax.core.protocol import (
     Options,
     Reduction,
     argument_names,
+    as_weak,
     counted,
     fill,
     function_name,
@@ -38,6 +39,7 @@ from rankax.core.protocol import (
     read_reductions,
     shape_of,
     type_name,
+    zeros_of,
 )
 from rankax.ext.reductions.sums import Gram, WeightedGram
 from rankax.ext.wide import evaluate_wide
@@ -243,11 +245,9 @@ def _split(array: jax.Array, axis: int, shapes: Leaves) -> Leaves:
 
 def _like(block: Any, aval: Any) -> jax.Array:
     """Return a block with the type that JAX gives it, which may be weak; zeros for None."""
-    if block is not None and not aval.weak_type:
-        return block.astype(aval.dtype)
-    fill = aval.dtype.type(0).item() if aval.weak_type else jnp.zeros((), aval.dtype)
-    zeros = lax.full(aval.shape, fill)
-    return zeros if block is None else zeros.at[...].set(block)  # an update keeps the type
+    if block is None:
+        return zeros_of(aval, aval.shape)
+    return as_weak(block.astype(aval.dtype), aval)
 
 
 def chunked_jacfwd(

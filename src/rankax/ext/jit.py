@@ -39,6 +39,7 @@ from rankax.core.protocol import (
     place_of,
     register,
     run,
+    weakened,
 )
 from rankax.ext.bucket import (
     Filling,
@@ -47,7 +48,6 @@ from rankax.ext.bucket import (
     filled,
     filling_of,
     marked,
-    weakened,
     with_places,
 )
 from rankax.ext.progress.bars import wait_for_reports

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
+import jax.extend.core.primitives
 import jax.numpy as jnp
 import jax.ref
 import numpy as np
@@ -90,6 +90,22 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.zeros(shape, dtype)
     return lax.broadcast(scalar(0, dtype), shape)
+
+
+def zeros_of(aval: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Return zeros of another shape, made like `scalar`, whose type is as weak as this one."""
+    return as_weak(zeros(shape, aval.dtype), aval)
+
+
+def as_weak(x: jax.Array, aval: Any) -> jax.Array:
+    """Return an array whose type is weak if this one is, which that of a PRNG key never is."""
+    return weakened(x) if getattr(aval, "weak_type", False) and not x.weak_type else x
+
+
+def weakened(x: Any) -> Any:
+    """Return an array with a weak type, for which JAX has no function."""
+    convert = jax.extend.core.primitives.convert_element_type_p
+    return convert.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def is_ref(value: Any) -> bool:

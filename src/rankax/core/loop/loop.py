@@ -62,7 +62,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, PartitionSpec
 
-from rankax.core.base.arrays import counted, has_tangent, scalar, zeros
+from rankax.core.base.arrays import as_weak, counted, has_tangent, scalar, zeros
 from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, pays_to_lend, with_slope
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
@@ -366,7 +366,8 @@ class Store(Sink):
         triples = zip(held, rows or none, self.as_rows, strict=True)
         axis = self.axis or 0
         outs = [join_chunks(row, self.chunks, axis) if is_row else x for x, row, is_row in triples]
-        return jax.tree.unflatten(jax.tree.structure(self.chunk), outs)
+        # What was written into a buffer has lost a weak type.
+        return jax.tree.unflatten(jax.tree.structure(self.chunk), map(as_weak, outs, self.avals))
 
 
 def steps_of(folds: Sequence[Sink], held: Sequence[Any], tile: Tile) -> tuple[list[Any], list[Any]]:

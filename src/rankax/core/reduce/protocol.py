@@ -34,14 +34,14 @@ and `name` if that is not the name of its class. The other methods have defaults
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
-`result`. They also set `is_linear` or define `differentiable_leaf`, unless their result has no
-derivative: the default returns constants, so gradients in chunks are zero. The code of a new
-reduction is in `ext/reductions`: `sums.py` or `winners.py` defines it, and its accumulator unless
-one of `accumulators.py` there, or of `row.py` or `extrema.py` here, fits; `__init__.py` names it;
-and `rankax.reductions` exports it. Gradients, sharded batches and blocks need no more. A name is
-also listed under `reduce` in the docstrings of `auto_vmap` and `chunked_reduce`, in
-``docs/howto/reduce.md`` and ``docs/reference/reductions.md``, and in `named_reductions` of
-``tests/helpers.py``.
+`result`. That is enough for gradients, which store a state for each tile; what stores less is
+`is_linear`, a `differentiable_leaf` of their own, or `folds_constants` if the result has no
+derivative. The code of a new reduction is in `ext/reductions`: `sums.py` or `winners.py` defines
+it, and its accumulator unless one of `accumulators.py` there, or of `row.py` or `extrema.py` here,
+fits; `__init__.py` names it; and `rankax.reductions` exports it. Gradients, sharded batches and
+blocks need no more. A name is also listed under `reduce` in the docstrings of `auto_vmap` and
+`chunked_reduce`, in ``docs/howto/reduce.md`` and ``docs/reference/reductions.md``, and in
+`named_reductions` of ``tests/helpers.py``.
 """
 
 import copy
@@ -53,7 +53,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base.arrays import index_dtype
+from rankax.core.base.arrays import has_tangent, index_dtype
 from rankax.core.reduce.row import Accumulation, Accumulator, Elementwise, Row
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
@@ -213,6 +213,10 @@ class EachLeaf(Reduction):
     #: The equivalent function of `jax.numpy`.
     function: Callable[..., Any]
 
+    #: Whether a derivative needs none of the states: the result has no derivative, as an index has
+    #: none, or `partial` finds what has one. Never needed for outputs that have no tangents.
+    folds_constants = False
+
     def check(self, outputs: Outputs, count: int) -> None:
         for name, aval in zip(outputs.names, outputs.avals, strict=True):
             if reason := self.misfit(aval):
@@ -248,10 +252,14 @@ class EachLeaf(Reduction):
         return self.partial(outputs, row, states)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        """Return the state of one leaf in terms with the right derivative; by default constants."""
-        step = Accumulation(position, self.accumulator(aval, row.size))
-        (state,) = row.fold_constants([step])
-        return state
+        """Return the state of one leaf in terms with the right derivative.
+
+        By default, a derivative stores a state for each tile, unless it is constant.
+        """
+        is_constant = self.folds_constants or not has_tangent(aval)
+        # Of an item that is added twice, each time would get only a part of the derivative.
+        step = Accumulation(position, self.accumulator(aval, row.size), once=not is_constant)
+        return (row.fold_constants([step]) if is_constant else row.fold([step], linear=False))[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from rankax.core.base.arrays import counted, index_dtype, scalar, zeros
+from rankax.core.base.arrays import counted, index_dtype, scalar, zeros_of
 from rankax.core.hooks import Rules
 from rankax.core.loop.loop import (
     Sink,
@@ -131,6 +131,7 @@ class Accumulation(Sink):
     outputs: int | tuple[int, ...]
     accumulator: Accumulator
     mask: int | None = None  # the output that says whether the item counts
+    once: bool = False  # whether an item is not added twice even if it may be
 
     is_long: bool = False
 
@@ -158,7 +159,7 @@ class Accumulation(Sink):
 
     def step(self, held: Any, tile: Tile) -> tuple[Any, None]:
         accumulator = self.accumulator
-        counts = None if accumulator.may_repeat else tile.new
+        counts = None if accumulator.may_repeat and not self.once else tile.new
         if self.mask is not None:
             mask = tile.in_slots(self.mask)
             counts = mask if counts is None else mask & counts
@@ -389,7 +390,7 @@ class Row:
         """Evaluate the item with this flat index; return zeros if the row is empty."""
         if not self.size:
             avals: list[Any] = [v.aval for v in self.jaxpr.outvars]
-            return [zeros(aval.shape, aval.dtype) for aval in avals]
+            return [zeros_of(aval, aval.shape) for aval in avals]
         return self.item(*items_at(self.leaves, index, self.levels))
 
     def pick(self, index: jax.Array, output: int) -> jax.Array:

@@ -35,7 +35,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from rankax.core.protocol import Begins, ItemProgram, Layout, Nest, Reductions, Shape, counted
+from rankax.core.protocol import (
+    Begins,
+    ItemProgram,
+    Layout,
+    Nest,
+    Reductions,
+    Shape,
+    as_weak,
+    counted,
+)
 from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
 from rankax.ext.runs import RunStates
@@ -166,7 +175,12 @@ def over_parts(
         pairs = zip(reductions.entries, specs, strict=True)
         specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
 
+    warn_of_hang(item)
+    arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
+    avals = jax.tree.map(jax.typeof, arrays)
+
     def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
+        consts, leaves = jax.tree.map(as_weak, (consts, leaves), avals)
         part = _Part(nests, item.with_constants(consts), layout, states)
         values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
         if states is None:
@@ -193,9 +207,13 @@ def over_parts(
             values = states.finish(values, layout.batch) if is_whole else values
         return list(map(layout.joined, values, places))
 
-    warn_of_hang(item)
-    arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
-    return with_auto_axes(on_all, parts[0].mesh, joined_specs)(*arrays)
+    # What sums the cotangents of the devices makes their types strong; this conversion, weak again.
+    strong = jax.tree.map(_strong, arrays)
+    return with_auto_axes(on_all, parts[0].mesh, joined_specs)(*strong)
+
+
+def _strong(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,7 @@ from rankax.core.protocol import (
     with_shape,
     write_chunk,
     zeros,
+    zeros_of,
 )
 from rankax.ext.lanes.engine import Engine, Output
 from rankax.ext.lanes.machine import Machine, cut_program
@@ -266,7 +267,7 @@ class _Buffers(Output):
     def start(self) -> list[jax.Array]:
         sizes = [() if axis is None else (self.count,) for axis in self.axes]
         pairs = zip(sizes, self.avals, strict=True)
-        return [zeros((*size, *aval.shape), aval.dtype) for size, aval in pairs]
+        return [zeros_of(aval, (*size, *aval.shape)) for size, aval in pairs]
 
     def put(self, held: list[Any], outs: list[Any], items: jax.Array, on: jax.Array) -> list[Any]:
         at, one = _written(on, items, self.count), jnp.argmax(on)
@@ -312,7 +313,7 @@ class _Window(Output):
         return tile * min(_WINDOW * -(-self.lanes // tile), tiles)
 
     def start(self) -> _Waiting:
-        outs = [zeros((*aval.shape, self.size), aval.dtype) for aval in self.avals]
+        outs = [zeros_of(aval, (*aval.shape, self.size)) for aval in self.avals]
         carry = [fold.start(self.tiles.size) for fold in self.folds]
         return _Waiting(first_start(self.tiles), outs, zeros((self.size,), jnp.bool_), carry)
 

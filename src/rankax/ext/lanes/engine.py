@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.protocol import carried_with, counted, scalar, zeros
+from rankax.core.protocol import carried_with, counted, scalar, zeros_of
 from rankax.ext.lanes.machine import Env, Machine, Slot, State, differs, run_ops, value_of
 from rankax.ext.progress.report import Reports
 
@@ -284,7 +284,7 @@ class Engine:
     def _empty(self, slot: Slot) -> jax.Array:
         shape = list(slot.aval.shape)
         shape.insert(self._axis(slot), self.lanes)
-        return zeros(tuple(shape), slot.aval.dtype)
+        return zeros_of(slot.aval, tuple(shape))
 
     def _selected(self, on: jax.Array, slots: Iterable[Slot], new: list[Any], old: Env) -> Env:
         """Return new values for the lanes that are on, and old ones for the others."""

@@ -40,10 +40,10 @@ from rankax.core.protocol import (
     opened,
     rebind,
     traced_as,
+    weakened,
     with_variables,
     zeros,
 )
-from rankax.ext.bucket import weakened
 
 # The parameters of a derived kernel, besides those of the original that have no rank.
 ITEMS, MAPPED, WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"

@@ -120,9 +120,17 @@ class Prod(_Accumulated):
         return jnp.moveaxis(state, 0, -1)
 
 
+class _Truth(_Accumulated):
+    folds_constants = True
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        # `jax.numpy.any` and `all` look at the real part of a complex number only.
+        return super().plain(outputs, row, [out.astype(jnp.bool_) for out in outs])
+
+
 @dataclasses.dataclass(frozen=True)
-class AnyOf(_Accumulated):
-    """`jax.numpy.any`."""
+class AnyOf(_Truth):
+    """`jax.numpy.any`, but a complex number is true unless it is 0, as in `numpy.any`."""
 
     name = "any"  # pyright: ignore
     function = reduce = staticmethod(jnp.any)
@@ -131,33 +139,31 @@ class AnyOf(_Accumulated):
 
 
 @dataclasses.dataclass(frozen=True)
-class All(_Accumulated):
-    """`jax.numpy.all`."""
+class All(_Truth):
+    """`jax.numpy.all`, but a complex number is true unless it is 0, as in `numpy.all`."""
 
     function = reduce = staticmethod(jnp.all)
     identity, combine = True, staticmethod(lax.bitwise_and)
     is_sum = True
 
 
-class _Continuous(EachLeaf):
-    def misfit(self, aval: Any) -> str:
-        return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
-
-
 @dataclasses.dataclass(frozen=True)
-class LogSumExp(_Continuous):
+class LogSumExp(EachLeaf):
     """`jax.nn.logsumexp`, in one pass. A derivative takes a second one."""
 
     function = staticmethod(jax.nn.logsumexp)
 
     def accumulator(self, aval: Any, size: int) -> LogSumExpOf:
-        return LogSumExpOf(aval.shape, wide(aval.dtype))
+        return LogSumExpOf(aval.shape, wide(dtype_of(jax.nn.logsumexp, aval)))
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         largest, total = (x[..., 0] for x in state)
-        return (jnp.log(total) + largest.astype(total.dtype)).astype(aval.dtype)
+        found = jnp.log(total) + largest.astype(total.dtype)
+        return found.astype(dtype_of(jax.nn.logsumexp, aval))
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        if not has_tangent(aval):
+            return super().differentiable_leaf(aval, row, position)
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         parts = row.then(lambda outs: jnp.real(outs[position].astype(dtype)))
@@ -177,11 +183,14 @@ class MomentsResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments(_Average, _Continuous):
-    """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass.
+class Moments(_Average):
+    """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass; of floats only.
 
     No large numbers are subtracted from each other. A derivative takes a second pass.
     """
+
+    def misfit(self, aval: Any) -> str:
+        return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         count = _count(row.size)
@@ -260,7 +269,7 @@ class Gram(Reduction):
             raise MisfitError("its weights are for the rows of a Jacobian; scale the output")
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        return [outs[0].T @ outs[1]]
+        return [(outs[0].T @ outs[1]).astype(outs[1].dtype)]  # strong, as every sum
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         aval = outputs.avals[1]

@@ -55,7 +55,7 @@ class _Compared(EachLeaf):
 
 class _ArgExtremum(_Compared):
     largest = False
-    finds_items = True
+    finds_items = folds_constants = True
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         some = self.where is not None
@@ -134,7 +134,7 @@ class _Extremum(_Compared):
 
 @dataclasses.dataclass(frozen=True)
 class Max(_Extremum):
-    """`jax.numpy.max`. Among equal items, the first gets the whole derivative."""
+    """`jax.numpy.max` of real numbers. Among equal items, the first gets the whole derivative."""
 
     function = staticmethod(jnp.max)
     arg = ArgMax()
@@ -142,7 +142,7 @@ class Max(_Extremum):
 
 @dataclasses.dataclass(frozen=True)
 class Min(_Extremum):
-    """`jax.numpy.min`. Among equal items, the first gets the whole derivative."""
+    """`jax.numpy.min` of real numbers. Among equal items, the first gets the whole derivative."""
 
     function = staticmethod(jnp.min)
     arg = ArgMin()
@@ -162,7 +162,7 @@ class FirstK(_Compared):
     k: int
 
     largest = True
-    finds_items = True
+    finds_items = folds_constants = True
 
     def __post_init__(self) -> None:
         positive_int(self.k, type(self).__name__, "k")
@@ -242,11 +242,12 @@ class FirstK(_Compared):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(FirstK):
-    """The ``k`` largest items, largest first, as `jax.lax.top_k` chooses them; nan is the largest.
+    """The ``k`` largest items, largest first, as `jax.lax.top_k` chooses them; no complex numbers.
 
-    Equal items stay in order: the first comes first. Of float32, 0 and denormals up to 2.8e-45 can
-    count as equal. The result is a NamedTuple of ``values`` and ``indices`` (into the reduced axes,
-    as if they were one), both with an axis of length ``k`` in place of the reduced axes.
+    Any nan is the largest (`jax.lax.top_k` puts one with a negative sign last). Equal items stay in
+    order: the first comes first. Of float32, 0 and denormals up to 2.8e-45 can count as equal. The
+    result is a NamedTuple of ``values`` and ``indices`` (into the reduced axes, as if they were
+    one), both with an axis of length ``k`` in place of the reduced axes.
     """
 
 

@@ -26,7 +26,7 @@ from rankax.core.protocol import (
     widen,
     with_shape,
     write_chunk,
-    zeros,
+    zeros_of,
 )
 from rankax.ext.runs import RunStates, reduce_row
 from rankax.ext.scan.checkpointed import scan_checkpointed
@@ -373,12 +373,12 @@ class _WindowFold:
 
     def start(self, avals: Sequence[Any]) -> tuple[tuple[Outputs, ...], list[Any]]:
         """Return the outputs of a step, and the state of none; an output that is kept is zero."""
-        outputs, none = self.state([zeros((0, *aval.shape), aval.dtype) for aval in avals], 0)
+        outputs, none = self.state([zeros_of(aval, (0, *aval.shape)) for aval in avals], 0)
         pairs = zip(
             self.reductions.entries, self._runs(outputs).renumber(none, (0,), (0,)), strict=True
         )
         return outputs, [
-            jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), value) if entry.is_kept else value
+            jax.tree.map(lambda x: zeros_of(x, x.shape[1:]), value) if entry.is_kept else value
             for entry, value in pairs
         ]
 
@@ -435,14 +435,14 @@ def _scan_windows(
     avals, tree, count = loop.y_avals, loop.y_tree, len(windows.ends)
     dtype = index_dtype(windows.steps)
     fold, outputs = None, ()
-    empty, begin = [_zeros(aval) for aval in avals], []
+    empty, begin = [zeros_of(aval, aval.shape) for aval in avals], []
     if reduce is not None:
         reductions, site = reduce
         fold = _WindowFold(reductions, site, windows, tree)
         outputs, values = fold.start(avals)
         begin = fold.begin(outputs, values)
         empty, tree = jax.tree.flatten(values)
-    rows = [widen(_zeros(x, count)) for x in empty]
+    rows = [widen(zeros_of(x, (count, *x.shape))) for x in empty]
     # After the last window comes one that no step reaches.
     starts, ends = (
         jax.device_put(np.asarray([*numbers, windows.steps], dtype))
@@ -460,7 +460,7 @@ def _scan_windows(
         else:
             carry, ys = loop.step(carry, x)
             held, row = fold.step(held, ys, at - starts[window])
-            row = [jnp.where(is_end, x, _zeros(x)) for x in row]
+            row = [jnp.where(is_end, x, zeros_of(x, x.shape)) for x in row]
             held = jax.tree.map(lambda x, y: jnp.where(is_end, x, y), begin, held)
         rows = [_add(*both, window) for both in zip(rows, row, strict=True)]
         return (carry, held, rows, (at + 1, window + is_end.astype(dtype))), None
@@ -479,14 +479,6 @@ def _scan_windows(
     ys = fold.results(outputs, ys) if fold else ys
     order = jax.device_put(np.asarray(windows.of_output, dtype))
     return carry, jax.tree.map(lambda y: y[order], ys)
-
-
-def _zeros(like: Any, *count: int) -> jax.Array:
-    """Return zeros of the type of an array, which may be weak."""
-    shape = (*count, *like.shape)
-    if getattr(like, "weak_type", False):
-        return lax.full(shape, like.dtype.type(0).item())
-    return zeros(shape, like.dtype)
 
 
 def _add(rows: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
