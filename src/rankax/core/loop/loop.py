@@ -266,6 +266,7 @@ class Tile:
     at: jax.Array  # the first item, counted along the level
     ok: jax.Array | None  # the items of the level that no earlier step had; None: all
     slots: TileSlots
+    repeats: bool = True  # whether the others are evaluated again; otherwise their outputs are 0
 
     @property
     def index(self) -> jax.Array:
@@ -570,7 +571,7 @@ def run_loop(
     is_long = level.differentiable and chunks.steps > MOST_PLAIN
     lent = [i for i, x in enumerate(operands.shared) if is_long and pays_to_lend(x, closed.jaxpr)]
     slots = TileSlots(chunks.size, below, index_dtype)
-    return _scan_chunks(chunk_at, operands, lent, level, chunks, folds, slots)
+    return _scan_chunks(chunk_at, operands, lent, level, chunks, folds, slots, is_short=is_short)
 
 
 def _on_chunk(
@@ -625,10 +626,13 @@ def _scan_chunks(
     chunks: Chunks,
     folds: Sequence[Sink],
     slots: TileSlots,
+    *,
+    is_short: bool,
 ) -> list[Any]:
     """Evaluate the chunks one after another, and pass their outputs to the folds.
 
     ``lent``: what is shared and whose cotangents are added exactly (`rankax.core.loop.shared`).
+    ``is_short``: whether the last chunk evaluates its new items only.
     """
     reports = level.observer and level.observer.reports(chunks.length, chunks.size, chunks.steps)
     # Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
@@ -639,7 +643,8 @@ def _scan_chunks(
 
     def one_step(held: Any, start: Any, operands: _Operands) -> Any:
         ok = new_items(start, chunks) if level.reduced else None
-        return steps_of(folds, held, Tile(chunk_at(start, operands), start, ok, slots))
+        tile = Tile(chunk_at(start, operands), start, ok, slots, repeats=not is_short)
+        return steps_of(folds, held, tile)
 
     if level.checkpoint and not level.linear:
         one_step = checkpointed(one_step)

@@ -257,8 +257,7 @@ class EachLeaf(Reduction):
         By default, a derivative stores a state for each tile, unless it is constant.
         """
         is_constant = self.folds_constants or not has_tangent(aval)
-        # Of an item that is added twice, each time would get only a part of the derivative.
-        step = Accumulation(position, self.accumulator(aval, row.size), once=not is_constant)
+        step = Accumulation(position, self.accumulator(aval, row.size))
         return (row.fold_constants([step]) if is_constant else row.fold([step], linear=False))[0]
 
 

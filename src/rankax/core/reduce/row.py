@@ -131,9 +131,7 @@ class Accumulation(Sink):
     outputs: int | tuple[int, ...]
     accumulator: Accumulator
     mask: int | None = None  # the output that says whether the item counts
-    once: bool = False  # whether an item is not added twice even if it may be
-
-    is_long: bool = False
+    is_long: bool = False  # whether it holds what rounding takes
 
     def over(self, steps: int) -> Self:
         """Return the same for a loop of so many steps."""
@@ -159,7 +157,7 @@ class Accumulation(Sink):
 
     def step(self, held: Any, tile: Tile) -> tuple[Any, None]:
         accumulator = self.accumulator
-        counts = None if accumulator.may_repeat and not self.once else tile.new
+        counts = None if accumulator.may_repeat and tile.repeats else tile.new
         if self.mask is not None:
             mask = tile.in_slots(self.mask)
             counts = mask if counts is None else mask & counts
