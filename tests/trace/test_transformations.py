@@ -137,7 +137,7 @@ def loops(kernel):
 
 
 @pytest.mark.skipif(REMAT3, reason="see the test below")
-@pytest.mark.parametrize("fun", [*loops(too_large), chunked_vmap(too_large, 2)])
+@pytest.mark.parametrize("fun", loops(too_large))
 def test_a_gradient_of_a_loop_forgets_checks(fun):
     gradient = checkify.checkify(jax.grad(lambda x: fun(x).sum()))
     assert gradient(X)[0].get() is None

@@ -50,8 +50,7 @@ workaround                       seen with              can go if this passes wi
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -67,7 +66,7 @@ from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, pays_to_lend, with_slope
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
 from rankax.core.plan.schedule import Chunks
-from rankax.core.trace.derivatives import keep_rules
+from rankax.core.trace.derivatives import has_refs, keep_rules
 from rankax.core.trace.programs import evaluate, with_axis
 
 T = TypeVar("T")
@@ -457,7 +456,7 @@ class _Operands(NamedTuple):
     shared: list[Any]
     sliced: list[Any]
     stacked: list[Any]
-    slopes: Mapping[int, Any] = MappingProxyType({})  # of what is shared in a long loop
+    slopes: dict[int, Any]  # of what is shared in a long loop
 
 
 SinksOf = Callable[[Any, Chunks], Sequence[Sink]]  # from the types of a chunk
@@ -527,20 +526,23 @@ def run_loop(
         own = [leaf if axis is None else next(rest) for leaf, axis in pairs]
         return fun(*own, *rest)
 
-    on_chunk = _on_chunk(on_items, axes_in, level, chunks, out_axes, back=back)
-    is_short = back and not chunks.even
-    if is_short:
+    on_chunk = whole = _on_chunk(on_items, axes_in, level, chunks, out_axes, back=back)
+    if is_short := back and not chunks.even:
         size = chunks.length % chunks.size
         rest = Chunks(size, size, 1, chunks.tile and min(chunks.tile, size))
         on_rest = _on_chunk(on_items, axes_in, level, rest, out_axes, back=back)
-        on_chunk = with_short_last(on_chunk, on_rest, axes_in, out_axes, chunks)
+        on_chunk = with_short_last(whole, on_rest, axes_in, out_axes, chunks)
         inputs.insert(0, jax.ShapeDtypeStruct((), jnp.bool_))
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
+    if is_short and has_refs(closed.jaxpr.constvars, closed.effects):
+        # JAX cannot differentiate a branch that reads a `jax.Ref`.
+        is_short = False
+        closed, outs = jax.make_jaxpr(whole, return_shape=True)(*inputs[1:])
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed)
     folds = folds_of(tree.unflatten(closed.out_avals), chunks)
     is_stacked = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
-    operands = _Operands(list(closed.consts), [], [])
+    operands = _Operands(list(closed.consts), [], [], {})
     for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
         if stacked:
             operands.stacked.append(stack_chunks(leaf, chunks))

@@ -359,6 +359,7 @@ class Row:
     count_of_outputs: int
     back: bool = False  # whether it is differentiated
     picks: bool = False  # whether a reduction of all items at once evaluates the chosen ones again
+    is_run: bool = False  # whether its state is merged with those of other runs
     # Set only if items that are left out are differentiated as a stand-in: which ones count, and
     # how many do.
     counts: Callable[..., jax.Array] | None = None

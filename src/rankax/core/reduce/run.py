@@ -376,8 +376,9 @@ class RowReduction:
 
     def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
         count = len(self.jaxpr.outvars)
-        item = self.item_of(consts)
-        return Row(item, tuple(leaves), self.levels, self.jaxpr, self.rules, count, back)
+        item, is_run = self.item_of(consts), self.reductions.of_run is not None
+        row = Row(item, tuple(leaves), self.levels, self.jaxpr, self.rules, count, back)
+        return dataclasses.replace(row, is_run=is_run)
 
     def _masked_row(self, consts: Sequence[Any], leaves: Sequence[Any], outputs: Outputs) -> Row:
         """Return a row whose items that are left out can be differentiated as if they counted.

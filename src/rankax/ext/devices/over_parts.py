@@ -15,9 +15,11 @@ into loops. Other axes of the mesh stay as they are, so that weights may be shar
   types. All that is passed in then counts as varying: each device sums its own cotangent of what
   all items share, and these are added once, after the loops.
 
-Where the devices do not divide a reduced axis, not every first item of a part counts. So each
-device reduces the first item by itself, then the others, and merges the two states only if the
-item counts. A mask inside the loop would cost time in each step.
+Where the devices do not divide an axis, not every first item of a part counts. So each device
+evaluates the first item by itself, then the others. A mask inside the loop would cost time in each
+step. If the item does not count, its state is not merged, and it sends nothing back (`_gate`): a
+cotangent of 0 is not nothing, because 0 times an infinite derivative is NaN, and because a rule of
+`jax.custom_vjp` may make anything of it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +46,7 @@ from rankax.core.protocol import (
     Shape,
     as_weak,
     counted,
+    has_tangent,
 )
 from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
@@ -87,12 +90,11 @@ class SharedLayout(Layout):
     def sizes(self, axis: int) -> list[int]:
         """Return the lengths of the runs of a part along an axis.
 
-        Of a reduced axis that the parts do not divide, the first item is a run of its own.
+        Of an axis that the parts do not divide, the first item is a run of its own.
         """
         count = next((parts.count for parts in self.parts if parts.axis == axis), 1)
         shorter, longer = divmod(self.shape[axis], count)
-        is_two = longer and axis in self.reduced
-        return [1, shorter] if is_two else [shorter + bool(longer)]
+        return [1, shorter] if longer else [shorter]
 
     def shapes(self) -> list[Shape]:
         """Return the batch shape of each run of a part."""
@@ -181,11 +183,13 @@ def over_parts(
 
     def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
         consts, leaves = jax.tree.map(as_weak, (consts, leaves), avals)
-        part = _Part(nests, item.with_constants(consts), layout, states)
+        part = _Part(nests, item.with_constants(consts), layout, places, states)
         values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
         if states is None:
             return values
-        return _by_kind(states, lambda x: x, lambda x: lax.expand_dims(x, (0,)), values)
+        pairs = zip(states.reductions.entries, values, strict=True)
+        in_front = functools.partial(jax.tree.map, lambda x: lax.expand_dims(x, (0,)))
+        return [own if entry.is_kept else in_front(own) for entry, own in pairs]
 
     def on_all(consts: Leaves, leaves: Leaves) -> list[Any]:
         numbers = [counted(each.count, jnp.uint32) for each in parts]
@@ -223,6 +227,7 @@ class _Part:
     nests: Mapping[Shape, Nest]
     item: ItemProgram
     layout: SharedLayout
+    places: Sequence[Places]  # see `SharedLayout.places`
     states: RunStates | None  # if parts are merged
 
     def walk(self, leaves: Leaves, begins: Begins, shape: Shape = ()) -> list[Any]:
@@ -239,41 +244,45 @@ class _Part:
         sizes = layout.sizes(axis)
         if len(sizes) == 1:
             return self.walk(leaves, begins, (*shape, *sizes))
-        runs: list[list[Any]] = []
-        for at, size in enumerate(sizes):  # the first item, then all others
-            pairs = zip(leaves, (axes[axis] for axes in layout.axes), strict=True)
-            some = [
-                x if i is None else lax.slice_in_dim(x, at, at + size, axis=i) for x, i in pairs
-            ]
-            begin = begins[axis] + np.asarray(at, begins[axis].dtype)
-            runs.append(self.walk(some, {**begins, axis: begin}, (*shape, size)))
-        return self._with_first(runs, axis, begins[axis])
-
-    def _with_first(self, runs: Sequence[list[Any]], axis: int, begin: Any) -> list[Any]:
-        """Merge the first item into the state, if the part before does not have the item."""
-        states, layout = self.states, self.layout
-        assert states is not None
         (parts,) = (parts for parts in layout.parts if parts.axis == axis)
-        counts = parts.has_first(layout.shape[axis], begin)
+        counts = parts.has_first(layout.shape[axis], begins[axis])
+        gate = functools.partial(_gate, counts)
+        first = dataclasses.replace(
+            self, item=self.item.with_constants(gate(self.item.closed.consts))
+        )
 
-        def concatenated(_: Any, *pair: Any) -> Any:
-            return jnp.concatenate(pair, axis)
+        def items(start: int, stop: int | None) -> Leaves:
+            pairs = zip(leaves, (axes[axis] for axes in layout.axes), strict=True)
+            return [x if i is None else lax.slice_in_dim(x, start, stop, axis=i) for x, i in pairs]
 
-        def chosen(merged: Any, _: Any, last: Any) -> Any:
-            return jnp.where(counts, merged, last)
+        after = {**begins, axis: begins[axis] + np.asarray(1, begins[axis].dtype)}
+        one = first.walk(gate(items(0, 1)), begins, (*shape, sizes[0]))
+        rest = self.walk(items(1, None), after, (*shape, sizes[1]))
+        return self._joined(one, rest, axis, counts)
 
-        merged = states.merge_two(runs[0], runs[1], layout.batch)
-        return _by_kind(states, concatenated, chosen, merged, *runs)
+    def _joined(self, first: list[Any], rest: list[Any], axis: int, counts: Any) -> list[Any]:
+        """Join the first item with the others; merge their states if the item counts."""
+        layout, merged = self.layout, rest
+        if axis in layout.reduced:
+            assert self.states is not None
+            both = _gate(counts, first), _gate(counts, rest)
+            merged = self.states.merge_two(*both, layout.batch)
+
+        def joined(place: int | None, merged: Any, first: Any, rest: Any) -> Any:
+            if place is not None:
+                return jax.tree.map(lambda *pair: jnp.concatenate(pair, place), first, rest)
+            if axis in layout.reduced:
+                return jax.tree.map(functools.partial(jnp.where, counts), merged, rest)
+            return rest  # the same for all items
+
+        places = (own[axis] for own in self.places)
+        return list(map(joined, places, merged, first, rest))
 
 
-def _by_kind(
-    states: RunStates,
-    of_kept: Callable[..., Any],
-    of_state: Callable[..., Any],
-    *values: Sequence[Any],
-) -> list[Any]:
-    """Map the arrays of outputs that are kept, and those of states."""
-    return [
-        jax.tree.map(of_kept if entry.is_kept else of_state, *own)
-        for entry, *own in zip(states.reductions.entries, *values, strict=True)
-    ]
+def _gate(counts: Any, tree: Any) -> Any:
+    """Return arrays to which nothing is sent back unless an item counts: the choice drops it."""
+
+    def each(x: Any) -> Any:
+        return lax.select(counts, x, lax.stop_gradient(x)) if has_tangent(x) else x
+
+    return jax.tree.map(each, tree)

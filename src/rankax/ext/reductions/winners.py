@@ -41,6 +41,13 @@ from rankax.core.protocol import (
 )
 from rankax.ext.reductions.sums import dtype_of
 from rankax.ext.reductions.top import Top, as_floats, first_k, has_floats, if_found, sort_key
+from rankax.ext.reductions.unused import unless_unused
+
+
+def _again(row: Row) -> Row:
+    """Return a row to evaluate winners of; those of a run may lose against those of others."""
+    may_lose = row.back and row.is_run
+    return dataclasses.replace(row, item=unless_unused(row.item)) if may_lose else row
 
 
 class _Compared(EachLeaf):
@@ -125,7 +132,7 @@ class _Extremum(_Compared):
             raise ValueError(f"{self.label} cannot be differentiated: {words}")
         arg = self.arg.of_items(self.where)
         _, index = arg.differentiable_leaf(aval, row, position)
-        picked = row.pick(index[..., 0], position)
+        picked = _again(row).pick(index[..., 0], position)
         if self.where is not None:
             worst = worst_value(aval.dtype, largest=self.arg.largest)
             picked = if_found(index[..., 0], picked, worst)
@@ -192,6 +199,8 @@ class FirstK(_Compared):
         return jnp.moveaxis(indices, -1, 0).astype(index_dtype(row.size))
 
     def _picked(self, outputs: Outputs, row: Row, found: list[jax.Array]) -> list[TopKResult]:
+        row = _again(row)
+
         def values(indices: jax.Array, position: int) -> jax.Array:
             return jax.vmap(lambda index: row.pick(index, position))(indices)
 
@@ -342,7 +351,7 @@ class Best(Reduction):
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the winner's outputs and index."""
         ((_, (index,)),) = states
-        outs = row.at(index)
+        outs = _again(row).at(index)
         return [([outs[i] for i in outputs.positions], index)]
 
     def merge_states(self, outputs: Outputs, states: Any) -> Any:
