@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import REMAT3, operations_on, primitives, slow, temporary_bytes, weekly
+from helpers import REMAT3, operations_on, slow, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options

@@ -128,7 +128,7 @@ from rankax.core.loop.eager_programs import (
     opened,
     warn_once,
 )
-from rankax.core.loop.shared import add_exactly, widened, with_slope
+from rankax.core.loop.shared import add_exactly
 from rankax.core.loop.spec import (
     LoopSpec,
     PLACE,

@@ -141,6 +141,18 @@ def has_tangent(value: Any) -> bool:
     return jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.inexact)
 
 
+def widened(x: Any) -> Any:
+    """Return an array of floats of less than 32 bits as float32."""
+    return x.astype(jnp.float32) if is_narrow(x) else x
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array, or a type, has floats of less than 32 bits."""
+    if is_ref(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return False
+    return jnp.finfo(x.dtype).bits < 32
+
+
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of an array, a number or a stand-in, or the same with ``shape``."""
     if not hasattr(value, "dtype"):

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from rankax.core.base.arrays import is_narrow, widened
 from rankax.core.hooks import NO_RULES, Observer, Pass, Rules, Walker, form_of, passes_of
 from rankax.core.loop.loop import map_level, on_explicit_mesh
-from rankax.core.loop.shared import is_narrow, narrowed, widened
+from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import LoopSpec, number_items, vmap_level
 from rankax.core.options import Options
 from rankax.core.plan.schedule import Nesting, Schedule

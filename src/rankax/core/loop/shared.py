@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.interpreters import ad, batching, mlir
 
-from rankax.core.base.arrays import has_tangent, is_ref
+from rankax.core.base.arrays import has_tangent
 from rankax.core.trace.programs import subprograms
 
 MOST_PLAIN = 16  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
@@ -80,18 +80,6 @@ def borrow(held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Arra
 def with_slope(x: jax.Array, slope: jax.Array) -> jax.Array:
     """Return ``x`` with the derivative of ``slope``, which has its type."""
     return _with_slope.bind(x, slope)[0]
-
-
-def widened(x: Any) -> Any:
-    """Return an array of floats of less than 32 bits as float32."""
-    return x.astype(jnp.float32) if is_narrow(x) else x
-
-
-def is_narrow(x: Any) -> bool:
-    """Whether an array, or a type, has floats of less than 32 bits."""
-    if is_ref(x) or not jnp.issubdtype(x.dtype, jnp.floating):
-        return False
-    return jnp.finfo(x.dtype).bits < 32
 
 
 def narrowed(x: Any, dtype: Any, items: Sequence[Any]) -> Any:
