@@ -61,6 +61,16 @@ def test_maps_of_any_length_send_nothing_inside(mesh, size, length):
     same(backward(ones, x, W, b), slopes, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.optimized
+@on("Auto")
+def test_memory_of_a_gradient_of_any_length(mesh):
+    """Each device has all outputs and all cotangents, but not all inputs once more."""
+    x, w = data(80003, 16), data(16, 16)
+    mapped = chunked_vmap(lambda x, w: jnp.tanh(w @ x), 100, (0, None), devices="all")
+    gradient = jax.grad(lambda x, w: jnp.sum(mapped(x, w) ** 2), (0, 1))
+    assert compiled(gradient, x, w).memory_analysis().temp_size_in_bytes < 2.6 * x.nbytes
+
+
 def waves(x):
     return jnp.cumsum(jnp.sin(x)) * jnp.sum(x**2)
 

@@ -7,11 +7,12 @@ axes of the mesh are automatic (`with_auto_axes`).
 
 Where D devices do not divide N items, the first ``N % D`` parts have one item more than the others,
 which begin one item earlier instead: so all parts are equally long, and D - ``N % D`` items are
-evaluated twice. `join` takes each once; `over_parts` merges the first item of a part into its
-state only where it counts. JAX cannot store such an axis in equal shards, so each device has all of
-an array that is cut so inside a program, and each gets all outputs: one all-gather of those, one of
-the cotangents in a reverse pass. Outputs on the first device alone would be smaller, but JAX
-refuses to combine them with results that are on all devices, such as a sum.
+evaluated twice. `join` takes each once; `over_parts` evaluates the first item of a part by itself,
+and sends nothing back to it where the part before has it. JAX cannot store such an axis in equal
+shards, so each device has all of an array that is cut so inside a program, and each gets all
+outputs: one all-gather of those, one of the cotangents in a reverse pass. Outputs on the first
+device alone would be smaller, but JAX refuses to combine them with results that are on all devices,
+such as a sum.
 
 ``tests/devices`` checks what compiled programs send.
 """

@@ -247,6 +247,8 @@ class _Part:
         (parts,) = (parts for parts in layout.parts if parts.axis == axis)
         counts = parts.has_first(layout.shape[axis], begins[axis])
         gate = functools.partial(_gate, counts)
+        # Without this, XLA keeps the whole arrays that parts were read from, to read each run.
+        leaves = lax.optimization_barrier(leaves)
         first = dataclasses.replace(
             self, item=self.item.with_constants(gate(self.item.closed.consts))
         )
