@@ -188,6 +188,7 @@ from rankax.core.base.arrays import (
     as_weak,
     counted,
     flat_index,
+    gated,
     has_tangent,
     index_dtype,
     inside_call,

@@ -153,6 +153,15 @@ def is_narrow(x: Any) -> bool:
     return jnp.finfo(x.dtype).bits < 32
 
 
+def gated(counts: jax.Array, x: Any) -> Any:
+    """Return an array to which nothing is sent back unless an item counts.
+
+    A cotangent of 0 is not nothing, because 0 times an infinite derivative is NaN, and because a
+    rule of `jax.custom_vjp` may make anything of it. The transpose of a choice drops it.
+    """
+    return lax.select(counts, x, lax.stop_gradient(x)) if has_tangent(x) else x
+
+
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of an array, a number or a stand-in, or the same with ``shape``."""
     if not hasattr(value, "dtype"):

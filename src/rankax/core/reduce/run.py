@@ -12,8 +12,8 @@ nothing and send nothing back, even where their value or derivative is NaN:
 * In the derivative, a cotangent of 0 is not enough, because 0 times an infinite derivative is NaN.
   So a first pass over the row, which computes only the mask, finds an item that counts, and the
   inputs of this item replace the inputs of each item that is left out. They are constants
-  there: the transpose of the choice drops the cotangent. If no item counts, the cotangents of what
-  all items share are dropped, too (`_masked_row`).
+  there: the transpose of the choice drops the cotangent. It also drops those of what all items
+  share, if that is small. If no item counts, so are the cotangents of all else (`_masked_row`).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from rankax.core.base.arrays import has_tangent, index_dtype, too_many
+from rankax.core.base.arrays import gated, has_tangent, index_dtype, too_many
 from rankax.core.base.messages import function_location, listed, plural, traced_as
 from rankax.core.base.trees import (
     TooDeepError,
@@ -308,6 +308,9 @@ def _check_fit(reduction: Reduction, outputs: Outputs) -> None:
 # of the time on a CPU, and on a GPU, nothing of a row is stored.
 _ITEMS_PER_CHOSEN = 8
 
+# Numbers. Of what is shared and dropped for some items, each item has a cotangent of its own.
+_MOST_GATED = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class RowReduction:
@@ -405,14 +408,20 @@ class RowReduction:
         is_mapped = [any(axis is not None for axis in axes) for axes in by_leaf]
         pairs = zip(leaves, is_mapped, strict=True)
         shared = [x if own else if_any(x) for x, own in pairs]
-        safe = self._row(list(map(if_any, consts)), shared, back=True)
+        consts = list(map(if_any, consts))
+        safe = self._row(consts, shared, back=True)
         others = [lax.stop_gradient(x) for x in items_at(safe.leaves, index, safe.levels)]
         is_mapped += [True] * (len(others) - len(is_mapped))  # the numbers of items
 
         def item(*leaves: Any) -> list[jax.Array]:
             is_own = counts(*leaves)
+
+            def gate(x: Any) -> Any:
+                return x if jnp.size(x) > _MOST_GATED else gated(is_own, x)
+
             triples = zip(leaves, others, is_mapped, strict=True)
-            return safe.item(*(lax.select(is_own, x, y) if own else x for x, y, own in triples))
+            chosen = [lax.select(is_own, x, y) if own else gate(x) for x, y, own in triples]
+            return self.item_of(list(map(gate, consts)))(*chosen)
 
         return dataclasses.replace(safe, item=item, counts=counts, number=number)
 

@@ -17,9 +17,7 @@ into loops. Other axes of the mesh stay as they are, so that weights may be shar
 
 Where the devices do not divide an axis, not every first item of a part counts. So each device
 evaluates the first item by itself, then the others. A mask inside the loop would cost time in each
-step. If the item does not count, its state is not merged, and it sends nothing back (`_gate`): a
-cotangent of 0 is not nothing, because 0 times an infinite derivative is NaN, and because a rule of
-`jax.custom_vjp` may make anything of it.
+step. If the item does not count, its state is not merged, and it sends nothing back (`gated`).
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from rankax.core.protocol import (
     Shape,
     as_weak,
     counted,
-    has_tangent,
+    gated,
 )
 from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
@@ -282,9 +280,4 @@ class _Part:
 
 
 def _gate(counts: Any, tree: Any) -> Any:
-    """Return arrays to which nothing is sent back unless an item counts: the choice drops it."""
-
-    def each(x: Any) -> Any:
-        return lax.select(counts, x, lax.stop_gradient(x)) if has_tangent(x) else x
-
-    return jax.tree.map(each, tree)
+    return jax.tree.map(functools.partial(gated, counts), tree)
