@@ -340,3 +340,16 @@ def test_a_call_is_lowered_as_one_program():
     shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (x, s))
     compiled = kernel.lower(*shapes).compile()
     assert_same(compiled(jnp.asarray(x.values), s), kernel(x, s))
+
+
+@pytest.mark.parametrize("reduce", ["max", TopK(1)], ids=["max", "top"])
+def test_winners_that_lose_send_nothing_back(reduce):
+    """Each group of items of one length has a winner, whose derivative may be infinite."""
+    values, b = np.float32([0, 0, 4, 5, 6, 7, 0, 0, 0, 0]), np.float32([1, 0, 10, 0])
+    best = auto_vmap(v="n", b=0, reduce=reduce)(lambda v, b: b - jnp.sqrt(v).sum())
+
+    def largest(values, b):
+        return jax.tree.leaves(best(Ragged(values, np.array([2, 3, 1, 4])), b))[0].sum()
+
+    slopes = jax.grad(largest, (0, 1))(values, b)
+    assert_same(slopes, (np.eye(10, dtype="f")[5] / -(2 * 7**0.5), np.eye(4, dtype="f")[2]))
