@@ -190,6 +190,7 @@ from rankax.core.base.arrays import (
     flat_index,
     gated,
     has_tangent,
+    in_32_bits,
     index_dtype,
     inside_call,
     is_cpu,
@@ -205,6 +206,7 @@ from rankax.core.base.arrays import (
     target_of,
     too_many,
     weakened,
+    wide,
     zeros,
     zeros_of,
 )

@@ -141,16 +141,20 @@ def has_tangent(value: Any) -> bool:
     return jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.inexact)
 
 
-def widened(x: Any) -> Any:
-    """Return an array of floats of less than 32 bits as float32."""
-    return x.astype(jnp.float32) if is_narrow(x) else x
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which floats of less than 32 bits are added."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
 def is_narrow(x: Any) -> bool:
     """Whether an array, or a type, has floats of less than 32 bits."""
-    if is_ref(x) or not jnp.issubdtype(x.dtype, jnp.floating):
-        return False
-    return jnp.finfo(x.dtype).bits < 32
+    return not is_ref(x) and wide(x.dtype) != x.dtype
+
+
+def in_32_bits(x: Any) -> Any:
+    """Return an array of floats of less than 32 bits in float32."""
+    return x.astype(jnp.float32) if is_narrow(x) else x
 
 
 def gated(counts: jax.Array, x: Any) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from rankax.core.base.arrays import is_narrow, widened
+from rankax.core.base.arrays import in_32_bits, is_narrow
 from rankax.core.hooks import NO_RULES, Observer, Pass, Rules, Walker, form_of, passes_of
 from rankax.core.loop.loop import map_level, on_explicit_mesh
 from rankax.core.loop.shared import narrowed
@@ -203,7 +203,7 @@ class _Walk:
 
     def values(self, operands: Operands, *, back: bool) -> list[Any]:
         """Walk the levels, in the way that is evaluated or in the one that is differentiated."""
-        consts, mapped, others, begins = self._widened(operands) if back else operands
+        consts, mapped, others, begins = self._in_32_bits(operands) if back else operands
         if self.nest.reductions is not None:
             walk, mapped = (self, mapped) if back else self._stored(mapped)
             return walk._reduced((consts, mapped, others, begins), back=back)
@@ -217,13 +217,13 @@ class _Walk:
             fun = map_level(fun, spec, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
 
-    def _widened(self, operands: Operands) -> Operands:
+    def _in_32_bits(self, operands: Operands) -> Operands:
         """Return the operands of a derivative; what several items share has at least 32 bits."""
         consts, mapped, others, begins = operands
         pairs = zip(mapped, self._are_shared, strict=True)
-        mapped = [widened(x) if shared else x for x, shared in pairs]
-        others = {i: widened(x) for i, x in others.items()}
-        return list(map(widened, consts)), mapped, others, begins
+        mapped = [in_32_bits(x) if shared else x for x, shared in pairs]
+        others = {i: in_32_bits(x) for i, x in others.items()}
+        return list(map(in_32_bits, consts)), mapped, others, begins
 
     @property
     def _are_shared(self) -> list[bool]:
@@ -302,7 +302,7 @@ class _Walk:
         return number_items(fun, nesting.splits, plan.levels, plan.batch_shape, begins)
 
     def _item_of(self, consts: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return the item, which takes what is `widened` as it is."""
+        """Return the item, which takes what is `in_32_bits`."""
         jaxpr, each = self.jaxpr, not self.nest.takes_chunks
 
         def item(*leaves: Any) -> list[Any]:

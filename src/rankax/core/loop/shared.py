@@ -83,7 +83,7 @@ def with_slope(x: jax.Array, slope: jax.Array) -> jax.Array:
 
 
 def narrowed(x: Any, dtype: Any, items: Sequence[Any]) -> Any:
-    """Return what an item takes of an array that is `widened`, whose cotangents are added so.
+    """Return what an item takes of an array `in_32_bits`, in which its cotangents are added.
 
     A small array is mapped along each axis of a `jax.vmap` that maps one of the ``items``, so that
     each item has a cotangent of its own. Of a large one, a chunk has one, which is rounded.

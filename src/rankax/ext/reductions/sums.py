@@ -27,6 +27,7 @@ from rankax.core.protocol import (
     has_tangent,
     leaves_with_names,
     scalar,
+    wide,
 )
 from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, Outer
 
@@ -35,12 +36,6 @@ def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
     """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
     like = jax.ShapeDtypeStruct((1,), aval.dtype)
     return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
-
-
-def wide(dtype: Any) -> Any:
-    """Return the dtype in which floats of less than 32 bits are accumulated."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def _sum_of(position: int, aval: Any, dtype: Any) -> Accumulation:

@@ -25,6 +25,7 @@ from rankax.core.protocol import (
     call_with_derivative_of,
     check_leaves,
     evaluate,
+    in_32_bits,
     keep_rules,
     kept_program,
     leaves_with_names,
@@ -259,11 +260,17 @@ class Loop:
         return [y.aval for y in self.jaxpr.outvars[self.carry_tree.num_leaves :]]
 
     def on(self, consts: list[Any]) -> Self:
-        """Return the loop whose steps are those of the body, which closes over these arrays."""
+        """Return the loop whose steps are those of the body, which closes over these arrays.
+
+        In the loop they have at least 32 bits, in which their cotangents are added.
+        """
         carried = self.carry_tree.num_leaves
+        dtypes, wide = [x.dtype for x in consts], list(map(in_32_bits, consts))
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = evaluate(self.jaxpr, consts, *carry, *x)
+            pairs = zip(wide, dtypes, strict=True)
+            own = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
+            out = evaluate(self.jaxpr, own, *carry, *x)
             return out[:carried], out[carried:]
 
         return dataclasses.replace(self, step=step)
