@@ -128,7 +128,7 @@ from rankax.core.loop.eager_programs import (
     opened,
     warn_once,
 )
-from rankax.core.loop.shared import add_exactly
+from rankax.core.loop.shared import add_exactly, narrowed
 from rankax.core.loop.spec import (
     LoopSpec,
     PLACE,
@@ -194,6 +194,7 @@ from rankax.core.base.arrays import (
     index_dtype,
     inside_call,
     is_cpu,
+    is_narrow,
     is_ref,
     is_spread,
     is_staged,

@@ -53,6 +53,8 @@ from rankax.core.protocol import (
     Shell,
     bind,
     has_tangent,
+    in_32_bits,
+    is_narrow,
     leaves_with_names,
     ranks_of_leaves,
     run,
@@ -226,8 +228,11 @@ class RaggedCall:
             return Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
         if self.is_single:
             return Role(rank), leaf
-        if axes[-1] is None:
-            return Role(bare), leaf
+        if axes[-1] is None:  # all groups add to its cotangent
+            is_wide = isinstance(leaf, core.Tracer) and is_narrow(leaf)
+            return Role(bare, dtype=leaf.dtype if is_wide else None), in_32_bits(
+                leaf
+            ) if is_wide else leaf
         at = np.ndim(leaf) - rank.rank - 1
         leaf = self._sized(leaf, at)
         if not at:

@@ -37,6 +37,7 @@ from rankax.core.protocol import (
     evaluate,
     is_ref,
     item_key,
+    narrowed,
     opened,
     rebind,
     traced_as,
@@ -60,13 +61,14 @@ class Role(NamedTuple):
     by_number: bool = False  # whether it has an item for each item, which is read
     slope: Rank | None = None  # of a copy that has the derivative of what is read
     split: int | None = None  # of a key that is split: how much an item adds to its number
-    dtype: Any = None  # of the rows
+    dtype: Any = None  # of the rows, or of what all items share, if that is wider
     weak: bool = False
 
     @property
     def is_read(self) -> bool:
         """Whether what the kernel gets is computed, so that it depends on the item."""
-        return self.rows is not None or self.by_number or self.weak or self.split is not None
+        is_cast = self.dtype is not None
+        return is_cast or self.by_number or self.weak or self.split is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Padded:
                 leaves[i] = jnp.where(length > jnp.zeros_like(length), rows, empty)
             elif role.by_number:
                 leaves[i] = read_at(leaves[i], slope, items[0])
+            elif role.dtype is not None:
+                leaves[i] = narrowed(leaves[i], role.dtype, [items])
             if role.weak:
                 leaves[i] = weakened(leaves[i])
             if role.split is not None:
