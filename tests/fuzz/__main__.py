@@ -3,12 +3,21 @@
 """Compare random programs with plain JAX, see `README.md`."""
 
 import argparse
+import operator
+import os
+import time
 import traceback
+
+# Before JAX is imported: devices that programs are divided among, and threads for each of them.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 
-from .programs import KINDS, Program, draw
+from . import edges, programs
 from .shrink import failure, smaller
+
+DRAWS = dict.fromkeys(programs.KINDS, programs.draw) | dict.fromkeys(edges.KINDS, edges.draw)
 
 
 def main() -> int:
@@ -16,31 +25,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=main.__doc__)
     parser.add_argument("count", metavar="N", type=int)
     parser.add_argument("seed", metavar="SEED", type=int)
-    parser.add_argument("--kind", choices=[*KINDS], default="calls", help="see the README")
+    parser.add_argument("--kind", choices=[*DRAWS], default="calls", help="see the README")
     parser.add_argument("--types", action="store_true", help="trace only")
     parser.add_argument("--reuse", action="store_true", help="eager calls that find programs")
     arguments = parser.parse_args()
-    check = Program.check_types if arguments.types else Program.check
-    check = Program.check_reuse if arguments.reuse else check
-    failed = 0
+    name = "check_types" if arguments.types else "check"
+    name = "check_reuse" if arguments.reuse else name
+    check = operator.methodcaller(name)
+    failed, began = 0, time.process_time()
     for number in range(arguments.count):
         seed = arguments.seed + number
-        program = draw(seed, arguments.kind)
+        program = DRAWS[arguments.kind](seed, arguments.kind)
         if failure(program, check):
             failed += 1
-            show(seed, smaller(program, check), check)
+            show(seed, smaller(program, check), name)
         if number % 50 == 49:
             jax.clear_caches()  # else memory grows without end
             print(f"{number + 1} programs, {failed} disagree", flush=True)
-    print(f"JAX {jax.__version__}: {arguments.count} programs, {failed} disagree")
+    seconds = f"{time.process_time() - began:.0f} s"
+    print(f"JAX {jax.__version__}: {arguments.count} programs in {seconds}, {failed} disagree")
     return min(failed, 1)
 
 
-def show(seed: int, program: Program, check: object) -> None:
+def show(seed: int, program: object, name: str) -> None:
     """Print a minimal program as the Python that makes it, and how it fails."""
-    print(f"\nseed {seed}:\n{program}.{check.__name__}()\n", flush=True)
+    print(f"\nseed {seed}:\n{program}.{name}()\n", flush=True)
     try:
-        check(program)
+        operator.methodcaller(name)(program)
     except Exception:
         print(traceback.format_exc(limit=-3), flush=True)
 

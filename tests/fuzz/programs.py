@@ -823,7 +823,7 @@ def draw(seed: int, kind: str = "calls") -> Program:
     steps = _draw_steps(rng, kind, in_rows=in_rows, has_ends="lockstep" in more)
     caller = "ragged" if in_rows else rng.choice(KINDS[kind])
     leaves = read_by(*steps)
-    length = rng.choice([1, 3, 5, 5, 6, 7, 7, 12, 13])
+    length = rng.choice([1, 3, 5, 6, 7, 7, 11, 12, 13])
     layout, options = _DRAWS[caller](rng, leaves, length)
     options = {} if kind == "pairs" else options
     if any(name in (*ENDS, *ROW_ENDS) for name in steps):
@@ -966,20 +966,26 @@ def _draw_chunked_vmap(rng: random.Random, leaves: list[str], length: int) -> An
     }
     layout[rng.choice(leaves)] = 0
     options = {
-        "chunk_size": rng.randint(1, max(1, length - 1)),
+        "chunk_size": rng.choice(_uneven(length)),
         "out_axes": rng.choice([0, 0, 1, -1]),
         "checkpoint": rng.random() < 0.5,
     }
     return layout, options
 
 
+def _uneven(length: int) -> list[int]:
+    """Return sizes of chunks of less than a whole axis, those that do not divide it three times."""
+    sizes = range(1, max(2, length))
+    return [size for size in sizes for _ in range(3 if length % size else 1)]
+
+
 def _draw_auto_vmap(rng: random.Random, leaves: list[str], length: int) -> Any:
-    batch = [rng.choice([1, 2, 3, 5, 5]) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
+    batch = [rng.choice([1, 2, 3, 5, 7]) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
     layout = {}
     for name in leaves:
         sides = [side if rng.random() < 0.6 else 1 for side in batch]
         layout[name] = tuple(sides[rng.randint(0, len(sides)) if rng.random() < 0.3 else 0 :])
-    return layout, {"chunk_size": rng.choice([1, 2, 3, 3, 4, 7]), "checkpoint": rng.random() < 0.5}
+    return layout, {"chunk_size": rng.choice([1, 2, 3, 4, 4, 6]), "checkpoint": rng.random() < 0.5}
 
 
 def _draw_ragged(rng: random.Random, leaves: list[str], length: int) -> Any:

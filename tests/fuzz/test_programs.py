@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+import edges
 import programs
 from helpers import at_each_run, weekly
 from programs import KINDS, Program, draw
@@ -50,6 +51,70 @@ def test_equals_plain_jax(kind, seed):
 )
 def test_traces_like_plain_jax(kind, seed):
     check(kind, seed, Program.check_types)
+
+
+# At the edges of arithmetic.
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), cases(5 * 10**6, half=1, long=1, infinite=2, nonzero=2, weak=1)
+)
+def test_is_right_at_the_edges(kind, seed):
+    program = edges.draw(seed, kind)
+    print(program)
+    program.check()
+
+
+@pytest.mark.parametrize(("kind", "seed"), cases(6 * 10**6, **dict.fromkeys(edges.KINDS, 2)))
+def test_edges_have_the_types_of_plain_jax(kind, seed):
+    program = edges.draw(seed, kind)
+    print(program)
+    program.check_types()
+
+
+def test_all_edges_are_drawn():
+    drawn = [edges.draw(seed, kind) for kind in edges.KINDS for seed in range(300)]
+    assert {edge.kernel for edge in drawn} == edges.KERNELS.keys()
+    assert {edge.caller for edge in drawn} == {*edges.CALLERS, *edges.SCANS}
+    assert {edge.transformation for edge in drawn} == edges.TRANSFORMATIONS.keys()
+    names = {name for edge in drawn for name in edge.options}
+    assert names >= {"chunk_size", "reduce", "reduce_axis", "where", "checkpoint", "lockstep"}
+    assert names >= {"jit", "bucket", "devices", "whole", "start", "step", "reverse"}
+    for edge in drawn[::50]:
+        assert eval(repr(edge), vars(edges)) == edge
+
+
+# Whatever is wrong in the way that a kind looks for is seen.
+
+EDGE = edges.Edge("half", "wide", "chunked_vmap", (97,), {"chunk_size": 4}, "grad", ("w",))
+
+
+@pytest.mark.parametrize(
+    ("edge", "name", "change"),
+    [
+        (EDGE, "w", lambda w: w * 1.03),
+        (dataclasses.replace(EDGE, kind="long", narrow=()), "w", lambda w: w * (1 + 2e-5)),
+        (dataclasses.replace(EDGE, kind="infinite", kernel="root", zeros=(4,)), "x",
+         lambda x: x.at[4].set(float("nan"))),
+        (dataclasses.replace(EDGE, kind="nonzero", kernel="regular"), "x",
+         lambda x: x.at[93].add(0.1)),
+        (dataclasses.replace(EDGE, kind="weak", kernel="of_shared"), "w",
+         lambda w: w.astype("float32")),
+    ],
+    ids=edges.KINDS,
+)  # fmt: skip
+def test_what_is_wrong_at_an_edge_is_seen(edge, name, change, monkeypatch):
+    edge = dataclasses.replace(edge, options={"chunk_size": None}, dtype="bfloat16")
+    edge.check()
+    right = edge._run
+
+    def wrong(self, fun, *args, jit=True):
+        out = right(fun, *args, jit=jit)
+        return out if isinstance(out, list) else out | {name: change(out[name])}
+
+    monkeypatch.setattr(edges.Edge, "_run", wrong)
+    with pytest.raises(AssertionError, match=f"'{name}'"):
+        edge.check()
 
 
 @pytest.mark.parametrize(("kind", "seed"), cases(4 * 10**6, calls=2))
