@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """How far results are apart, and how far rounding may put them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -41,6 +42,15 @@ def difference(want: Any, got: Any, target: Target | None) -> tuple[float, tuple
 def most_ulps(dtype: Any, target: Target | None) -> float:
     """Return what may be rounding: a chunk adds in another order, and fuses other operations."""
     return _eps(dtype, target) ** -0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0
+
+
+def is_rounding(ulps: float, dtype: Any, inside: Iterable[Any], target: Target | None) -> bool:
+    """Whether a difference in results of ``dtype`` may be rounding of narrower floats inside."""
+    floats = [each for each in inside if jnp.issubdtype(each, jnp.floating)]
+    if not floats or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    eps = max(_eps(each, target) for each in floats)
+    return ulps * _eps(dtype, target) <= eps**0.5
 
 
 def numbers_of(value: Any) -> Any:
