@@ -414,12 +414,12 @@ def with_short_last(
         return list(map(padded, outs, out_axes))
 
     def padded(out: Any, axis: int | None) -> Any:
-        def each(x: jax.Array) -> jax.Array:
-            at = axis % x.ndim
-            front = lax.full_like(x, 0, shape=(*x.shape[:at], over, *x.shape[at + 1 :]))
-            return lax.concatenate([front, x], at)
+        return out if axis is None else jax.tree.map(functools.partial(in_front, axis), out)
 
-        return out if axis is None else jax.tree.map(each, out)
+    def in_front(axis: int, x: jax.Array) -> jax.Array:
+        at = axis % x.ndim
+        none = lax.full_like(x, 0, shape=(*x.shape[:at], over, *x.shape[at + 1 :]))
+        return lax.concatenate([none, x], at)
 
     return lambda are_new, *chunk: lax.cond(are_new, on_chunk, rest, *chunk)
 
@@ -591,8 +591,13 @@ def _on_chunk(
     """
     if chunks.tile is not None:
         tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
-        settings = {"checkpoint": level.checkpoint, "differentiable": level.differentiable}
-        within = LoopSpec(tiles, tuple(axes), linear=level.linear, **settings)
+        within = LoopSpec(
+            tiles,
+            tuple(axes),
+            checkpoint=level.checkpoint,
+            linear=level.linear,
+            differentiable=level.differentiable,
+        )
         return map_level(on_items, within, out_axes, back=back)
     if chunks.size > 1:
         return jax.vmap(on_items, tuple(axes), list(out_axes), axis_size=chunks.size)

@@ -60,7 +60,8 @@ def _numbers(jaxpr: Jaxpr) -> int:
             numbers = sum(aval.size for aval in outs)
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            numbers *= math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+            operand: Any = eqn.invars[0].aval
+            numbers *= math.prod(operand.shape[axis] for axis in contracted)
         total += numbers * eqn.params.get("length", 1)
     return total
 

@@ -102,11 +102,13 @@ class Accumulator(Protocol):
 
     def add(self, held: Any, state: State) -> Any:
         """Add a state, slot by slot."""
-        return add_exactly(*held, state)
+        total, lost = held
+        return add_exactly(total, lost, state)
 
     def total(self, held: Any) -> State:
         """Return the state that is held."""
-        return held[0] + held[1]
+        total, lost = held
+        return total + lost
 
     def found(self, row: Any, step: "Accumulation", state: State) -> State:
         """Complete the joined state of a `Row`, if `step` has put off some of the work."""
