@@ -44,6 +44,8 @@ MUTANTS = [
     Mutant("_unlike_items", "comparison", "mistakes::a_mistake_in_a_call"),
     Mutant("next_start", "one less", "chunked_vmap::equals_a_python_loop", 1),
     Mutant("join_chunks", "one less", "chunked_vmap::gradients_for_every_length_and_chunk_size", 1),
+    Mutant("with_short_last", "one less", "nothing_is_sent_back::items_of_two_chunks"),
+    Mutant("gated", "always true", "nothing_is_sent_back::items_left_out", 1),
     Mutant("split_into_chunks", "round down", "chunked_vmap::otherwise_one_loop_holds_the_chunk"),
     Mutant("broadcast", "comparison", "auto_vmap"),
     # Random keys.
@@ -60,6 +62,12 @@ MUTANTS = [
     Mutant("_move", "backwards", "lockstep::items_are_those_of_lockstep", 2),
     Mutant("Engine._take", "right operand", "lockstep::trees_integers_and_bools", 2),
     # Reductions.
+    Mutant("_added", "left operand", "long_sums::sums_do_not_drift"),
+    Mutant("_added", "always true", "long_sums::infinite_and_missing_numbers_stay_what_they_are"),
+    Mutant(
+        "_borrowed_back", "always true", "long_sums::cotangents_of_what_items_share_do_not_drift"
+    ),
+    Mutant("narrowed", "always false", "half_precision::a_sum_of_all_items_at_once"),
     Mutant("RunStates.renumber.place", "left operand", "blocks"),
     Mutant("as_floats", "comparison", "reductions::numbers_are_compared_as_floats", 1),
     Mutant("Ordered.join", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),

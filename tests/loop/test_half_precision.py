@@ -67,6 +67,15 @@ def test_shared_numbers(options, chunk_size, dtype):
 
 
 @dtypes
+def test_a_sum_of_all_items_at_once(dtype):
+    """XLA:CPU adds 100,000 numbers of half precision in half precision."""
+    x = drawn(dtype, 100_000) / 4
+    kernel = auto_vmap(w=0, x=0, reduce="sum", chunk_size=None)
+    kernel = kernel(lambda w, x: (w * x).astype(jnp.float32))
+    assert_rounded_once(jax.jit(jax.grad(lambda w: kernel(w, x)))(dtype(1)), wide(x).sum())
+
+
+@dtypes
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 def test_what_a_kernel_closes_over(chunk_size, dtype):
     x = drawn(dtype, MANY)

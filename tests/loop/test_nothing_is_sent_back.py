@@ -127,7 +127,7 @@ def test_items_left_out(reduce, chunk_size, name):
 
 
 @kernels
-@pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp"])
+@pytest.mark.parametrize("reduce", [None, "sum", "mean", "logsumexp"])
 def test_copies_that_fill_a_bucket_up(reduce, name):
     kernel, x, s = KERNELS[name]
 

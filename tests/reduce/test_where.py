@@ -279,17 +279,18 @@ def test_best(size, largest):
     assert_same(cotangents, want, rtol=1e-3)
 
 
+@pytest.mark.parametrize("size", [2, 100])  # small arrays get nothing from any such item
 @pytest.mark.parametrize(
     "options", [{"chunk_size": 4}, slow({"chunk_size": 2, "checkpoint": False})]
 )
-def test_what_items_share_gets_nothing_from_what_is_left_out(options):
+def test_what_items_share_gets_nothing_from_what_is_left_out(options, size):
     """The second row has nothing that counts, and its derivatives are infinite or nan."""
     x = np.float32([[0, 1, -1, 4, 9], [0, -1, 0, -4, 0]])
 
     def total(scale, bias, x):
         reduce = Several("sum", "min"), "any"
         root = auto_vmap(x=0, bias=1, reduce=reduce, where=1, reduce_axis=-1, **options)(
-            lambda x, bias: (jnp.sqrt(scale * x) * bias[0], x > 0)
+            lambda x, bias: (jnp.sqrt(scale[0] * x) * bias[0], x > 0)
         )
         (total, least), _ = root(x, bias)
         return total.sum() + least[0]
@@ -299,9 +300,12 @@ def test_what_items_share_gets_nothing_from_what_is_left_out(options):
         tangents = jax.tree.map(jnp.ones_like, args)
         return jax.value_and_grad(total, (0, 1, 2))(*args), jax.jvp(total, args, tangents)[1]
 
-    (value, gradient), tangent = derivatives(np.float32(4), np.float32([2, 5]), x)
+    bias = np.resize(np.float32([2, 5]), size)
+    (value, gradient), tangent = derivatives(np.full(size, 4, np.float32), bias, x)
     assert_same(value, np.float32(28))
-    want = np.float32(3.5), np.float32([14, 0]), np.float32([[0, 4, 0, 1, 2 / 3], [0] * 5])
+    of_scale, of_bias = np.zeros((2, size), np.float32)
+    of_scale[0], of_bias[0] = 3.5, 14
+    want = of_scale, of_bias, np.float32([[0, 4, 0, 1, 2 / 3], [0] * 5])
     assert_same(gradient, want)
     assert_same(tangent, sum(map(np.sum, want)))
 

@@ -166,6 +166,14 @@ def gated(counts: jax.Array, x: Any) -> Any:
     return lax.select(counts, x, lax.stop_gradient(x)) if has_tangent(x) else x
 
 
+def gated_if_small(counts: jax.Array, x: Any) -> Any:
+    """Return the same of a small array that items share; each has a cotangent of its own then."""
+    return gated(counts, x) if not is_ref(x) and jnp.size(x) <= _MOST_GATED else x
+
+
+_MOST_GATED = 64  # numbers
+
+
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of an array, a number or a stand-in, or the same with ``shape``."""
     if not hasattr(value, "dtype"):

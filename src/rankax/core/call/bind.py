@@ -305,7 +305,8 @@ class BoundKernel(Bound):
             for sentence in self._raw_keys():
                 error.add_note(sentence)
             raise
-        if marked := self.lengths.keys() & plan.plan.reduced:
+        # Of a map, copies send nothing back.
+        if marked := self.lengths.keys() & (plan.plan.reduced or self.lengths.keys()):
             strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
             plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))

@@ -36,8 +36,9 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from rankax.core.base.arrays import inside_call, on_mesh, shape_of
+from rankax.core.base.arrays import gated_if_small, inside_call, on_mesh, shape_of
 from rankax.core.base.messages import traced_as
+from rankax.core.base.trees import check_outputs
 from rankax.core.call.nest import Nest, nest_of, nest_without_loops
 from rankax.core.hooks import (
     CHOOSERS,
@@ -57,7 +58,7 @@ from rankax.core.options import Options
 from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Nesting, Tiles
 from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions, trace_reduced
-from rankax.core.trace.programs import ItemProgram, trace_item, with_shape
+from rankax.core.trace.programs import ItemProgram, evaluate, trace_item, with_shape
 
 
 # Not frozen: one is made in each call, and a frozen one takes two microseconds more to make.
@@ -196,8 +197,12 @@ class Bound(abc.ABC):
                 shape, key = plan.plan.batch_shape, leaves[split.position]
                 number = index_without_fill(number, shape, axes, self.lengths)
                 leaves[split.position] = item_key(key, number)
-            out = self.evaluate(leaves, plan)
-            return Marked(out, functools.reduce(operator.and_, marks)) if marks else out
+            if not marks:
+                return self.evaluate(leaves, plan)
+            counts = functools.reduce(operator.and_, marks)
+            if plan.plan.reduced:
+                return Marked(self.evaluate(leaves, plan), counts)
+            return _gated_item(self.fun, lambda: self.evaluate(leaves, plan), counts)
 
         return on_item
 
@@ -227,6 +232,23 @@ class Bound(abc.ABC):
         total = math.prod(plan.plan.batch_shape[axis] for axis in plan.plan.reduced)
         total = total if reductions.of_run is None else reductions.of_run
         return trace_reduced(fun, avals, reductions, total)
+
+
+def _gated_item(fun: Callable[..., Any], item: Callable[[], Any], counts: jax.Array) -> Any:
+    """Evaluate an item of a kernel that sends nothing back unless it counts."""
+    trees: list[Any] = []
+
+    # Only leaves: a pytree class may reject the types of arrays.
+    def flat() -> list[Any]:
+        out = item()
+        check_outputs(fun, out)
+        leaves, tree = jax.tree.flatten(out)
+        trees.append(tree)
+        return leaves
+
+    closed = jax.make_jaxpr(flat)()
+    consts = [gated_if_small(counts, x) for x in closed.consts]
+    return trees[-1].unflatten(evaluate(closed.jaxpr, consts))
 
 
 def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:

@@ -18,6 +18,7 @@ nothing and send nothing back, even where their value or derivative is NaN:
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from rankax.core.base.arrays import gated, has_tangent, index_dtype, too_many
+from rankax.core.base.arrays import gated_if_small, has_tangent, index_dtype, too_many
 from rankax.core.base.messages import function_location, listed, plural, traced_as
 from rankax.core.base.trees import (
     TooDeepError,
@@ -308,9 +309,6 @@ def _check_fit(reduction: Reduction, outputs: Outputs) -> None:
 # of the time on a CPU, and on a GPU, nothing of a row is stored.
 _ITEMS_PER_CHOSEN = 8
 
-# Numbers. Of what is shared and dropped for some items, each item has a cotangent of its own.
-_MOST_GATED = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class RowReduction:
@@ -416,9 +414,7 @@ class RowReduction:
         def item(*leaves: Any) -> list[jax.Array]:
             is_own = counts(*leaves)
 
-            def gate(x: Any) -> Any:
-                return x if jnp.size(x) > _MOST_GATED else gated(is_own, x)
-
+            gate = functools.partial(gated_if_small, is_own)
             triples = zip(leaves, others, is_mapped, strict=True)
             chosen = [lax.select(is_own, x, y) if own else gate(x) for x, y, own in triples]
             return self.item_of(list(map(gate, consts)))(*chosen)
