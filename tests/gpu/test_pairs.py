@@ -54,7 +54,7 @@ def test_default_options(name):
 
 def test_the_gradient_of_a_choice_stores_no_pairs():
     call = gradient(mapped(distance, "min", (POINTS, POINTS)), POINTS, POINTS)
-    assert compiled(call, POINTS, POINTS).temporaries < 2e6
+    assert compiled(call, POINTS, POINTS).temporaries < 2.1e6
 
 
 # What a step launches, and why. Sums over rows of 100,000 are made in parts, and then the parts.
@@ -80,12 +80,12 @@ STEPS = {
         ]
     ],
     # Forward, and then: the cotangent of w, with the values that the other sums read; that of x, in
-    # parts; that of y. XLA adds to those of all rows in kernels of their own.
+    # parts; that of y. XLA adds to those of all rows, and what rounding took, in kernels of their own.
     "sum, gradient": [
         ["reduce_sum f32[80,250]", "reduce_sum f32[80]", ADDED],
         [
             *("reduce_sum f32[100000]", "reduce_sum f32[80,3,250]", "reduce_sum f32[80,3]"),
-            *("add_any f32[100000]", "neg f32[100000,3]", "add_any f32[100000,3]", ADDED),
+            *("select_n f32[100000]", "neg f32[100000,3]", "select_n f32[100000,3]", ADDED),
         ],
     ],
 }

@@ -2,15 +2,14 @@
 """Rules for XLA on a CPU: what is done to work around this compiler, and nothing else.
 
 No rule changes an operation or its operands: the same primitives, in other tiles, with copies and
-barriers between them. Each was measured with JAX 0.12; with another version it does nothing
+barriers between them. Each was measured with JAX 0.12; with an older version it does nothing
 (`rules.py`). A call asks for a rule through a method of `Rules` (`core/hooks.py`), whose
 answer without rules leaves the program alone; `XlaCpu` overrides it.
 
 A rule stays if a kernel that it was not made for gains a tenth, if it fits a paragraph, and if a
-test on a compiled program (``tests/xla_cpu``) fails when the compiler no longer needs it. To allow
-a new JAX, raise ``_BEFORE`` in `rules.py`, run ``tests/xla_cpu``, ``tests/trace/test_cpu_math.py``
-and ``benchmarks/tile_sizes.py`` with it, and delete the rules whose tests fail because the compiler
-learned.
+test on a compiled program (``tests/xla_cpu``) fails when the compiler no longer needs it. With a
+new JAX, run ``tests/xla_cpu``, ``tests/trace/test_cpu_math.py`` and ``benchmarks/tile_sizes.py``,
+and delete the rules whose tests fail because the compiler learned.
 
 =================  ==============================================================================
 `rules`            when the rules hold; and how many items are evaluated at once
