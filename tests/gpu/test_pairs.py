@@ -80,7 +80,7 @@ STEPS = {
         ]
     ],
     # Forward, and then: the cotangent of w, with the values that the other sums read; that of x, in
-    # parts; that of y. XLA adds to those of all rows, and what rounding took, in kernels of their own.
+    # parts; that of y. XLA adds to those of all rows in kernels of their own, with what is lost.
     "sum, gradient": [
         ["reduce_sum f32[80,250]", "reduce_sum f32[80]", ADDED],
         [

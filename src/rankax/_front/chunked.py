@@ -229,7 +229,7 @@ def chunked_reduce(
         ``TopK(3)`` or ``Best("distance")``. ``None`` keeps an output whole, with the mapped axis in
         front.
     chunk_size : int or None
-        Maximum number of items evaluated at once. A tile is smaller on a CPU with JAX 0.12 or newer.
+        Maximum number of items evaluated at once. On a CPU, from JAX 0.12 on, a tile is smaller.
         ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
     where : str or int, optional
         The key, field or index of the output that says whether an item counts: one boolean. Items
