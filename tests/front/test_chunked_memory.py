@@ -108,7 +108,7 @@ BOUNDED = {
         jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.sin(EACH(x))))(x)))),
         [clouds(UNEVEN)],
         # `jax.lax.cond`, which evaluates the short chunk, stores for both of its branches.
-        (3300 if REMAT3 else 2210) * UNEVEN,
+        (6300 if REMAT3 else 2210) * UNEVEN,
     ),
     "inside scan": (in_scan, [clouds(UNEVEN)], 2 * MB + OUTPUTS),
 }

@@ -836,7 +836,9 @@ def _draw_options(rng: random.Random, edge: Edge, reductions: tuple[str, ...]) -
     if rng.random() < 0.3:
         given["devices"] = rng.choice([1, 2, 3, 4])
     if not has_size and rng.random() < 0.3:
-        given |= {"jit": True} if rng.random() < 0.6 else {"jit": True, "bucket": True}
+        # What is cut on the host may lose a weak type, see docs/howto/fast.md.
+        has_bucket = edge.kind != "weak" and rng.random() > 0.6
+        given |= {"jit": True, "bucket": True} if has_bucket else {"jit": True}
     if not has_size and rng.random() < 0.3:
         given["whole"] = True
     return given
@@ -847,7 +849,7 @@ def _admits(edge: Edge, how: str) -> bool:
     if how == "gram":
         return edge.kernel not in OF_TWO and edge.caller != "ragged"
     if how == "moments":  # of equal numbers, the variance is nothing but rounding
-        return edge.style == "spread"
+        return edge.style == "spread" and edge.kind != "half"
     if how == "max" and edge.kind == "weak" and "complex" in (edge.style, edge.kernel[:7]):
         return False
     if how in WINNERS:  # plain JAX takes ragged items one by one, and so has none to choose
@@ -892,6 +894,9 @@ def _draw_transformation(rng: random.Random, edge: Edge, *, is_compiled: bool) -
         names -= {"jvp of grad", "linearize", "jacfwd", "jacrev"}
     elif edge.kind == "weak":
         names -= {"jvp of grad", "jacrev", "jacfwd", "grad of scan", "grad of checkpoint"}
+        # The transposes of JAX lose a weak type, of an index or of a choice; loops keep it.
+        if edge.kernel == "of_vector" or edge.how == "max":
+            names = {name for name in names if "grad" not in name}
     if edge.kernel in WITH_VJP:
         names -= {*FORWARD}
     if edge.kind == "nonzero":

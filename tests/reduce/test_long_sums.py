@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same
+from helpers import REMAT3, assert_same
 from rankax import auto_vmap, chunked_reduce, sliced_scan
 from rankax.reductions import Gram, Moments
 
@@ -114,6 +114,7 @@ def test_derivatives_go_through_what_a_loop_lends(derivative, checkpoint):
         assert_same(found, loss(jax.vmap), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(REMAT3, reason="JAX does not transpose its next checkpoint")
 @pytest.mark.parametrize("chunk_size", [1, 7, None])
 def test_a_sum_is_linear(chunk_size):
     kernel = auto_vmap(x=0, reduce="sum", chunk_size=chunk_size)(lambda x: 3 * x)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.interpreters import ad, batching, mlir
 
-from rankax.core.base.arrays import has_tangent
+from rankax.core.base.arrays import has_tangent, is_ref
 from rankax.core.trace.programs import subprograms
 
 MOST_PLAIN = 16  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
@@ -47,17 +47,18 @@ def pays_to_lend(x: jax.Array, jaxpr: Jaxpr) -> bool:
     That takes eight operations for each of its numbers. So it has to be small, or a step has to
     compute many times as much: a row of pairs adds to the cotangent of each column.
     """
-    return has_tangent(x) and (x.size <= _SMALL or x.size * _LESS <= _numbers(jaxpr))
+    if is_ref(x) or not has_tangent(x):
+        return False
+    return x.size <= _SMALL or x.size * _LESS <= _numbers(jaxpr)
 
 
 def _numbers(jaxpr: Jaxpr) -> int:
     """Return about how many numbers a program computes, and multiplies in products."""
     total = 0
     for eqn in jaxpr.eqns:
-        outs: list[Any] = [v.aval for v in eqn.outvars]
         numbers = sum(map(_numbers, subprograms(eqn)))
         if not numbers:
-            numbers = sum(aval.size for aval in outs)
+            numbers = sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             operand: Any = eqn.invars[0].aval
