@@ -24,8 +24,9 @@ How chunks are read, written and joined. Chunks that divide axis 0 are rows of a
 last one starts early (`next_start`) and overlaps the one before it. Forward, items in the overlap
 are evaluated twice, and the last chunk overwrites them. In a derivative that would not do: a
 cotangent of 0 is not nothing, because 0 times an infinite derivative is NaN, and a rule may send
-something back for it. So there the last step evaluates its new items only (`with_short_last`): a
-second copy of the kernel, of which a program of the derivative needs time to compile.
+something back for it. So there the last step evaluates its new items only (`with_short_last`): by
+a second copy of the kernel, which takes time to compile. Each copy has a checkpoint of its own, or
+the branches would store what they compute.
 
 Plain indexing would also be correct, but slow or memory-hungry. An operand that is read by index is
 flat: its mapped axis and all later axes become one before the loop, and a chunk gets its shape back
@@ -445,6 +446,10 @@ def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
 
 vars(_policy)["rankax_key"] = _KEPT  # for `core/loop/eager_programs.py`
 
+# Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
+# prevent_cse are not needed.
+checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=_policy)
+
 
 class _Operands(NamedTuple):
     """The arrays of a loop: ``shared`` by all chunks, ``sliced`` by index, or ``stacked`` rows.
@@ -531,7 +536,8 @@ def run_loop(
         size = chunks.length % chunks.size
         rest = Chunks(size, size, 1, chunks.tile and min(chunks.tile, size))
         on_rest = _on_chunk(on_items, axes_in, level, rest, out_axes, back=back)
-        on_chunk = with_short_last(whole, on_rest, axes_in, out_axes, chunks)
+        both = map(checkpointed, (whole, on_rest)) if level.checkpoint else (whole, on_rest)
+        on_chunk = with_short_last(*both, axes_in, out_axes, chunks)
         inputs.insert(0, jax.ShapeDtypeStruct((), jnp.bool_))
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
     if is_short and has_refs(closed.jaxpr.constvars, closed.effects):
@@ -642,9 +648,6 @@ def _scan_chunks(
     ``is_short``: whether the last chunk evaluates its new items only.
     """
     reports = level.observer and level.observer.reports(chunks.length, chunks.size, chunks.steps)
-    # Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
-    # prevent_cse are not needed.
-    checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=_policy)
     if level.checkpoint:
         chunk_at = checkpointed(chunk_at)
 
