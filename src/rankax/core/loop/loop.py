@@ -536,8 +536,8 @@ def run_loop(
         size = chunks.length % chunks.size
         rest = Chunks(size, size, 1, chunks.tile and min(chunks.tile, size))
         on_rest = _on_chunk(on_items, axes_in, level, rest, out_axes, back=back)
-        both = map(checkpointed, (whole, on_rest)) if level.checkpoint else (whole, on_rest)
-        on_chunk = with_short_last(*both, axes_in, out_axes, chunks)
+        wrap = checkpointed if level.checkpoint else lambda fun: fun
+        on_chunk = with_short_last(wrap(whole), wrap(on_rest), axes_in, out_axes, chunks)
         inputs.insert(0, jax.ShapeDtypeStruct((), jnp.bool_))
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
     if is_short and has_refs(closed.jaxpr.constvars, closed.effects):
