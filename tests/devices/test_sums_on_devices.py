@@ -35,3 +35,19 @@ def test_cotangents_of_half_precision_are_rounded_once(options, chunk_size, dtyp
     exact = np.asarray(np.asarray(x).astype(np.float64).sum(), np.float32).astype(dtype)
     assert gradient.dtype == dtype
     assert float(gradient) == float(exact)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_devices_add_cotangents_of_half_precision_before_they_are_rounded(dtype):
+    """The part of each device, 257 and so on, is no number of 8 bits."""
+    x = jnp.asarray(np.random.default_rng(3).integers(1, 4, 504), dtype)
+
+    def gradient(shared, **options):
+        kernel = auto_vmap(x=0, chunk_size=2, devices=3, **options)
+        return jax.grad(lambda w: kernel(lambda x: shared(w) * x)(x).astype(jnp.float32).sum())
+
+    exact = np.asarray(np.asarray(x).astype(np.float32).sum()).astype(dtype)
+    for options in ({}, {"lockstep": False}):
+        assert float(gradient(lambda w: w, **options)(dtype(1))) == float(exact)
+        of_vector = gradient(lambda w: w[1], **options)(jnp.ones(3, dtype))
+        np.testing.assert_array_equal(np.asarray(of_vector).astype(float), [0, float(exact), 0])

@@ -184,6 +184,7 @@ from rankax.core.declare.split_key import SplitKey, key_rank, marked
 # Words, arrays, trees and caches.
 from rankax.core.base import messages
 from rankax.core.base.arrays import (
+    SMALL,
     Target,
     as_weak,
     counted,

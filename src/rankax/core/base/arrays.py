@@ -168,10 +168,10 @@ def gated(counts: jax.Array, x: Any) -> Any:
 
 def gated_if_small(counts: jax.Array, x: Any) -> Any:
     """Return the same of a small array that items share; each has a cotangent of its own then."""
-    return gated(counts, x) if not is_ref(x) and jnp.size(x) <= _MOST_GATED else x
+    return gated(counts, x) if not is_ref(x) and jnp.size(x) <= SMALL else x
 
 
-_MOST_GATED = 64  # numbers
+SMALL = 64  # numbers of an array that items share, of which each has a cotangent of its own
 
 
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

@@ -36,6 +36,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from rankax.core.protocol import (
+    SMALL,
     Begins,
     ItemProgram,
     Layout,
@@ -45,6 +46,7 @@ from rankax.core.protocol import (
     as_weak,
     counted,
     gated,
+    in_32_bits,
 )
 from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
@@ -201,7 +203,10 @@ def over_parts(
             check_vma=False,
         )
         cut = [divided(x, axes, parts) for x, axes in zip(leaves, layout.axes, strict=True)]
-        values = mapped(numbers, consts, cut)
+        # Devices add to the cotangents of what they share. If that is small, they are rounded once.
+        is_cut = [any(axes[each.axis] is not None for each in parts) for axes in layout.axes]
+        shared = [x if own else _in_32_bits_if_small(x) for x, own in zip(cut, is_cut, strict=True)]
+        values = mapped(numbers, list(map(_in_32_bits_if_small, consts)), shared)
         if states is not None:
             gather = functools.partial(gathered, mesh=parts[0].mesh_here)
             values = states.merge(values, layout.batch, gather)
@@ -281,3 +286,7 @@ class _Part:
 
 def _gate(counts: Any, tree: Any) -> Any:
     return jax.tree.map(functools.partial(gated, counts), tree)
+
+
+def _in_32_bits_if_small(x: jax.Array) -> jax.Array:
+    return in_32_bits(x) if x.size <= SMALL else x
