@@ -79,7 +79,7 @@ def borrow(held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Arra
 
 
 def with_slope(x: jax.Array, slope: jax.Array) -> jax.Array:
-    """Return ``x`` with the derivative of ``slope``, which has its type."""
+    """Return ``x`` with the derivative of ``slope``, which is the same array."""
     return _with_slope.bind(x, slope)[0]
 
 
@@ -187,7 +187,8 @@ _borrow = _primitive(
 )
 
 
-# In a derivative, the value does not depend on the slope, which is then not stored for each step.
+# In a derivative, the value does not depend on the slope, which is then not stored for each step. A
+# second derivative goes through ``x`` itself, so this is only for an ``x`` that has the same one.
 _with_slope = _primitive(
     "rankax_with_slope",
     1,
