@@ -38,7 +38,7 @@ def test_cotangents_of_half_precision_are_rounded_once(options, chunk_size, dtyp
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_devices_add_cotangents_of_half_precision_before_they_are_rounded(dtype):
+def test_devices_add_before_they_round(dtype):
     """The part of each device, 257 and so on, is no number of 8 bits."""
     x = jnp.asarray(np.random.default_rng(3).integers(1, 4, 504), dtype)
 
