@@ -28,6 +28,7 @@ from rankax.core.trace.programs import subprograms
 MOST_PLAIN = 16  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
 
 _LESS = 64  # numbers that a step computes for each of a constant
+_PRODUCTS = 16  # of a product of matrices, which take as long as one other number
 
 
 def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -52,7 +53,7 @@ def pays_to_lend(x: jax.Array, jaxpr: Jaxpr) -> bool:
 
 
 def _numbers(jaxpr: Jaxpr) -> int:
-    """Return about how many numbers a program computes, and multiplies in products."""
+    """Return about how many numbers a program computes, each as dear as an addition."""
     total = 0
     for eqn in jaxpr.eqns:
         numbers = sum(map(_numbers, subprograms(eqn)))
@@ -61,7 +62,8 @@ def _numbers(jaxpr: Jaxpr) -> int:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             operand: Any = eqn.invars[0].aval
-            numbers *= math.prod(operand.shape[axis] for axis in contracted)
+            products = math.prod(operand.shape[axis] for axis in contracted)
+            numbers = numbers * max(products, _PRODUCTS) // _PRODUCTS
         total += numbers * eqn.params.get("length", 1)
     return total
 
