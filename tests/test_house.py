@@ -27,9 +27,8 @@ PROJECT = Path(__file__).parents[1]
 # The rooms of the core, in their order. What surrounds it, the extensions, has no order.
 CORE = [
     *("_errors", "_static", "core/base", "core/declare", "core/trace", "core/plan", "core/hooks"),
-    *("core/loop", "core/reduce", "core/options", "core/call", "core/protocol", "core"),
+    *("core/loop", "core/reduce", "core/options", "core/call", "core"),
 ]
-EXTENSIONS = ("ext/", "stream/", "xarray/")
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
@@ -95,12 +94,6 @@ def test_the_core_imports_only_from_a_room_and_earlier_rooms(name):
     place = CORE.index(room(name))
     rooms = {file: room(file) for file in imported_files(name)}
     assert [x for x in rooms if rooms[x] not in CORE or CORE.index(rooms[x]) > place] == []
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith(EXTENSIONS)])
-def test_extensions_import_the_protocol_only(name):
-    files = {file for file in imported_files(name) if file.startswith("core/")}
-    assert files <= {"core/protocol.py"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if room(name) == "core/plan"])

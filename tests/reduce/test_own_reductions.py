@@ -11,7 +11,8 @@ from jax import lax
 
 from helpers import assert_same, refusal, slow
 from rankax import auto_vmap, chunked_reduce
-from rankax.core.protocol import EachLeaf, Elementwise, InSlots, choose
+from rankax.core.reduce.protocol import EachLeaf
+from rankax.core.reduce.row import Elementwise, InSlots, choose
 
 
 class SquareOfSum(EachLeaf):

@@ -18,23 +18,12 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax.core.protocol import (
-    READERS,
-    ByKey,
-    Items,
-    Mask,
-    Rank,
-    SplitKey,
-    Unpacked,
-    UnreadableError,
-    entries,
-    key_rank,
-    listed,
-    marked,
-    mask_rank,
-    parse_dims,
-    unwrapped,
-)
+from rankax.core.base.messages import listed, unwrapped
+from rankax.core.base.trees import ByKey, Items, entries
+from rankax.core.declare.dims import Rank, UnreadableError, parse_dims
+from rankax.core.declare.mask import Mask, mask_rank
+from rankax.core.declare.ranks import READERS, Unpacked
+from rankax.core.declare.split_key import SplitKey, key_rank, marked
 
 Names = dict[str, Any]  # what the names in an annotation mean
 

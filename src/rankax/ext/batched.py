@@ -27,33 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from rankax.core.protocol import (
-    AUTO,
-    FORMS,
-    Bound,
-    Form,
-    ItemProgram,
-    Options,
-    Placement,
-    Traced,
-    bool_option,
-    check_outputs,
-    evaluate,
-    fit,
-    function_location,
-    has_refs,
-    is_empty,
-    leaves_with_names,
-    listed,
-    of_some,
-    opened,
-    plural,
-    primitive_of_program,
-    register,
-    table,
-    traced,
-    with_shape,
-)
+from rankax.core.base.messages import function_location, listed, plural, table
+from rankax.core.base.trees import check_outputs, leaves_with_names
+from rankax.core.call.run import Bound, Traced, fit, is_empty, traced
+from rankax.core.hooks import FORMS, Form, Placement
+from rankax.core.loop.eager_programs import opened
+from rankax.core.options import AUTO, Options, bool_option, register
+from rankax.core.trace.derivatives import has_refs, of_some, primitive_of_program
+from rankax.core.trace.programs import ItemProgram, evaluate, with_shape
 
 
 class _TracedFor(NamedTuple):

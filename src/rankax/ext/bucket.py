@@ -31,20 +31,13 @@ from jax import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rankax.core.protocol import (
-    FILL,
-    BoundKernel,
-    Keep,
-    Kept,
-    Option,
-    Options,
-    Reduction,
-    Shape,
-    index_without_fill,
-    is_spread,
-    register,
-    shape_of,
-)
+from rankax.core.base.arrays import is_spread, shape_of
+from rankax.core.base.cache import Kept
+from rankax.core.call.bind import BoundKernel
+from rankax.core.loop.spec import index_without_fill
+from rankax.core.options import Option, Options, register
+from rankax.core.plan.schedule import Shape
+from rankax.core.reduce.protocol import FILL, Keep, Reduction
 from rankax.ext.padding import bucket_of, checked_bucket
 from rankax.ext.reductions.winners import FirstK
 

@@ -36,25 +36,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from rankax.core.protocol import (
-    CHOOSERS,
-    NOTES,
-    PASSES,
-    TRACED,
-    TRIED,
-    Options,
-    bool_option,
-    call_with_derivative_of,
-    evaluate,
-    is_empty,
-    listed,
-    of_some,
-    plural,
-    register,
-    with_equations,
-    with_shape,
-    with_subprograms,
-)
+from rankax.core.base.messages import listed, plural
+from rankax.core.call.run import is_empty
+from rankax.core.hooks import CHOOSERS, NOTES, PASSES, TRACED, TRIED
+from rankax.core.options import Options, bool_option, register
+from rankax.core.trace.derivatives import call_with_derivative_of, of_some
+from rankax.core.trace.programs import evaluate, with_equations, with_shape, with_subprograms
 from rankax.ext.equations import operations
 
 _LARGEST = 4  # exponent; more products would round more often

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from rankax.core.protocol import RULES, name_and_params, subprograms
+from rankax.core.trace.derivatives import RULES
+from rankax.core.trace.programs import name_and_params, subprograms
 
 STEPS_OF_WHILE = 16  # assumed
 _LOOPS = ("scan", "while")

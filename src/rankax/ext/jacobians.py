@@ -20,27 +20,13 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from rankax._front.chunked import AxisMap, chunked_reduce, function_of_batches
-from rankax.core.protocol import (
-    EachLeaf,
-    Options,
-    Reduction,
-    argument_names,
-    as_weak,
-    counted,
-    fill,
-    function_name,
-    has_tangent,
-    index_dtype,
-    leaves_with_names,
-    listed,
-    noted_errors,
-    options_of,
-    plural,
-    read_reductions,
-    shape_of,
-    type_name,
-    zeros_of,
-)
+from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, shape_of, zeros_of
+from rankax.core.base.messages import argument_names, function_name, listed, noted_errors, plural
+from rankax.core.base.trees import leaves_with_names, type_name
+from rankax.core.options import Options, options_of
+from rankax.core.reduce.protocol import EachLeaf, Reduction
+from rankax.core.reduce.row import fill
+from rankax.core.reduce.run import read_reductions
 from rankax.ext.reductions.sums import Gram, WeightedGram
 from rankax.ext.wide import evaluate_wide
 

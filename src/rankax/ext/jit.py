@@ -18,29 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
-from rankax.core.protocol import (
-    HERE,
-    PLACE,
-    SPECS,
-    BoundKernel,
-    KernelSpec,
-    Options,
-    Placement,
-    Shape,
-    Shell,
-    bind,
-    bool_option,
-    caches,
-    check_outputs,
-    is_array,
-    is_number,
-    is_staged,
-    leaves_with_names,
-    place_of,
-    register,
-    run,
-    weakened,
-)
+from rankax.core.base.arrays import is_staged, weakened
+from rankax.core.base.cache import caches
+from rankax.core.base.trees import check_outputs, leaves_with_names
+from rankax.core.call.bind import SPECS, BoundKernel, KernelSpec, Shell, bind, is_array, is_number
+from rankax.core.call.run import run
+from rankax.core.hooks import HERE, Placement, place_of
+from rankax.core.loop.spec import PLACE
+from rankax.core.options import Options, bool_option, register
+from rankax.core.plan.schedule import Shape
 from rankax.ext.bucket import (
     Filling,
     as_inputs,

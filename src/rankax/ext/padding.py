@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankax.core.protocol import checked_int
+from rankax.core.base.messages import checked_int
 
 Bucket = bool | tuple[int, ...]
 

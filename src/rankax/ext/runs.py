@@ -10,23 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rankax.core.protocol import (
-    NO_RULES,
-    Accumulator,
-    ItemProgram,
-    LoopSpec,
-    Outputs,
-    Place,
-    Reduction,
-    Reductions,
-    RowReduction,
-    call_with_derivative_of,
-    evaluate,
-    flat_index,
-    index_dtype,
-    no_index,
-    places_of,
-)
+from rankax.core.base.arrays import flat_index, index_dtype, places_of
+from rankax.core.hooks import NO_RULES
+from rankax.core.loop.spec import LoopSpec
+from rankax.core.reduce.extrema import no_index
+from rankax.core.reduce.protocol import Outputs, Place, Reduction
+from rankax.core.reduce.row import Accumulator
+from rankax.core.reduce.run import Reductions, RowReduction
+from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.core.trace.programs import ItemProgram, evaluate
 
 
 def reduce_row(

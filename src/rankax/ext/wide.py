@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from rankax.core.protocol import evaluate_by
+from rankax.core.trace.programs import evaluate_by
 
 # They have one operand of floats, and move its numbers.
 _MOVES = {

@@ -27,7 +27,10 @@ import numpy as np
 
 import rankax
 from rankax._front.kernel import Kernel
-from rankax.core.protocol import Shape, flatten, is_node, listed, plural
+from rankax.core.base.messages import listed, plural
+from rankax.core.call.bind import flatten
+from rankax.core.hooks import is_node
+from rankax.core.plan.schedule import Shape
 from rankax.ext.blocks.backend import small_blocks
 from rankax.ext.blocks.call import call_on_blocks
 from rankax.ext.blocks.checksum import checksum

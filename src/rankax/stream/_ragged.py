@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.protocol import BoundKernel, rebind
+from rankax.core.call.bind import BoundKernel, rebind
 from rankax.ext.blocks.on_streamed import Stage, Streamed
 from rankax.ext.blocks.programs import OnBlocks
 from rankax.ext.lengths import Shared

@@ -19,7 +19,8 @@ import numpy as np
 import zarr
 from filelock import Timeout
 
-from rankax.core.protocol import METHODS, check_bool, first_of
+from rankax.core.base.messages import check_bool, first_of
+from rankax.core.hooks import METHODS
 from rankax.ext.blocks.on_streamed import Stage
 from rankax.ext.blocks.programs import unpacked
 from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from rankax._front.kernel import Kernel
-from rankax.core.protocol import Options, bind, flatten, rebind, run
+from rankax.core.call.bind import bind, flatten, rebind
+from rankax.core.call.run import run
+from rankax.core.options import Options
 from rankax.xarray import _named
 
 

@@ -13,21 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.protocol import (
-    BoundKernel,
-    Dim,
-    KernelSpec,
-    Rank,
+from rankax.core.base.messages import listed, plural
+from rankax.core.base.trees import (
     children_of,
     field_names,
     is_leaf,
-    is_number,
     leaves_with_names,
-    listed,
-    plural,
-    ranks_of_leaves,
     spread_prefix,
 )
+from rankax.core.call.bind import BoundKernel, KernelSpec, is_number
+from rankax.core.declare.dims import Dim, Rank
+from rankax.core.declare.ranks import ranks_of_leaves
 from rankax.ext.blocks.arrays import blocks_of
 from rankax.ext.blocks.call import check_dtype
 from rankax.ext.blocks.programs import in_native_order

@@ -8,7 +8,7 @@ imported that package.
 import sys
 from typing import Any
 
-from rankax.core.protocol import FOREIGN
+from rankax.core.hooks import FOREIGN
 
 # The module and the classes of each package.
 _CLASSES = {

@@ -23,21 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.protocol import (
-    DEFAULTS,
-    METHODS,
-    BoundKernel,
-    Options,
-    Reductions,
-    Schedule,
-    is_array,
-    is_number,
-    leaves_with_names,
-    listed,
-    plural,
-    trace_reduced,
-    traced_as,
-)
+from rankax.core.base.messages import listed, plural, traced_as
+from rankax.core.base.trees import leaves_with_names
+from rankax.core.call.bind import BoundKernel, is_array, is_number
+from rankax.core.hooks import METHODS
+from rankax.core.options import DEFAULTS, Options
+from rankax.core.plan.schedule import Schedule
+from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.ext.blocks import programs
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
 from rankax.ext.blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from rankax.core.protocol import PLAIN, key_of_value
+from rankax.core.loop.eager_programs import PLAIN, key_of_value
 
 # What decides the values of functions, and what objects hold.
 _PARTS = (

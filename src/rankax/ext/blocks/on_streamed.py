@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rankax.core.protocol import Shape
+from rankax.core.plan.schedule import Shape
 from rankax.ext.blocks.arrays import OwnBlocks
 from rankax.ext.blocks.backend import Batch, BatchChunks, Input
 from rankax.ext.blocks.programs import Items, OnBlocks, record

@@ -20,20 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.protocol import (
-    FILL,
-    BoundKernel,
-    Kept,
-    Marked,
-    Options,
-    Outputs,
-    Shell,
-    bind,
-    check_outputs,
-    is_number,
-    rebind,
-    run,
-)
+from rankax.core.base.cache import Kept
+from rankax.core.base.trees import check_outputs
+from rankax.core.call.bind import BoundKernel, Shell, bind, is_number, rebind
+from rankax.core.call.run import run
+from rankax.core.options import Options
+from rankax.core.reduce.protocol import FILL, Marked, Outputs
 from rankax.ext.blocks.checksum import checksum
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.results import call_ragged

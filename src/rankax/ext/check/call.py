@@ -18,29 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from rankax.core.protocol import (
-    PLACE,
-    BoundKernel,
-    KernelSpec,
-    Options,
-    Rank,
-    Several,
-    Shape,
-    bind,
-    check_bool,
-    check_outputs,
-    checked_int,
-    find_mask,
-    has_tangent,
-    leaves_with_names,
-    positive_int,
-    ranks_of_leaves,
-    read_reductions,
-    run,
-    sharding_of,
-    subprograms,
-    target_of,
-)
+from rankax.core.base.arrays import has_tangent, sharding_of, target_of
+from rankax.core.base.messages import check_bool, checked_int, positive_int
+from rankax.core.base.trees import check_outputs, leaves_with_names
+from rankax.core.call.bind import BoundKernel, KernelSpec, bind
+from rankax.core.call.run import run
+from rankax.core.declare.dims import Rank
+from rankax.core.declare.ranks import ranks_of_leaves
+from rankax.core.loop.spec import PLACE
+from rankax.core.options import Options
+from rankax.core.plan.schedule import Shape
+from rankax.core.reduce.protocol import Several
+from rankax.core.reduce.run import find_mask, read_reductions
+from rankax.core.trace.programs import subprograms
 from rankax.ext.check.ulps import difference, is_rounding, most_ulps, numbers_of
 from rankax.ext.ragged.type import Ragged
 from rankax.ext.reductions.winners import TopK

@@ -12,16 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.protocol import (
-    METHODS,
-    BoundKernel,
-    Options,
-    Shape,
-    has_tangent,
-    listed,
-    rebind,
-    target_of,
-)
+from rankax.core.base.arrays import has_tangent, target_of
+from rankax.core.base.messages import listed
+from rankax.core.call.bind import BoundKernel, rebind
+from rankax.core.hooks import METHODS
+from rankax.core.options import Options
+from rankax.core.plan.schedule import Shape
 from rankax.ext.check.call import CallItems, Index, check, nonfinite
 from rankax.ext.check.ulps import difference, most_ulps, numbers_of
 from rankax.ext.ragged.call import RaggedCall, dense_shell

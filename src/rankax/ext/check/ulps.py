@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.protocol import Target, is_cpu
+from rankax.core.base.arrays import Target, is_cpu
 
 
 def _eps(dtype: Any, target: Target | None) -> float:

@@ -11,20 +11,12 @@ from typing import Any
 
 import jax
 
-from rankax.core.protocol import (
-    PLACES,
-    TRIED,
-    Bound,
-    ItemProgram,
-    Layout,
-    Nesting,
-    Option,
-    Options,
-    Placement,
-    has_order,
-    is_spread,
-    register,
-)
+from rankax.core.base.arrays import is_spread
+from rankax.core.call.run import Bound
+from rankax.core.hooks import PLACES, TRIED, Layout, Placement
+from rankax.core.options import Option, Options, register
+from rankax.core.plan.schedule import Nesting
+from rankax.core.trace.programs import ItemProgram, has_order
 from rankax.ext.devices.mesh import Parts, inside
 from rankax.ext.devices.over_parts import SharedLayout
 from rankax.ext.devices.place import checked_devices, committed_elsewhere, find_parts, put

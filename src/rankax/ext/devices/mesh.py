@@ -30,7 +30,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rankax.core.protocol import is_staged, on_mesh, programs
+from rankax.core.base.arrays import is_staged, on_mesh
+from rankax.core.trace import programs
 
 
 def _no_mesh() -> contextlib.AbstractContextManager[Any]:

@@ -27,16 +27,9 @@ import numpy as np
 from jax import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rankax.core.protocol import (
-    ItemProgram,
-    caller_level,
-    is_staged,
-    listed,
-    mesh_of,
-    plural,
-    positive_int,
-    sharding_of,
-)
+from rankax.core.base.arrays import is_staged, mesh_of, sharding_of
+from rankax.core.base.messages import caller_level, listed, plural, positive_int
+from rankax.core.trace.programs import ItemProgram
 from rankax.ext.devices.mesh import Parts, is_inside, overlapped
 from rankax.ext.equations import LAPACK, operations
 

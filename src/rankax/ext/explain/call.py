@@ -6,25 +6,12 @@ from typing import Any
 
 import jax
 
-from rankax.core.protocol import (
-    AUTO,
-    METHODS,
-    NOTES,
-    PLANNED,
-    BoundKernel,
-    Options,
-    Placement,
-    Schedule,
-    Traced,
-    fit,
-    inside_call,
-    observed,
-    on_mesh,
-    place_of,
-    shape_of,
-    traced,
-    untraced,
-)
+from rankax.core.base.arrays import inside_call, on_mesh, shape_of
+from rankax.core.call.bind import BoundKernel
+from rankax.core.call.run import Traced, fit, traced, untraced
+from rankax.core.hooks import METHODS, NOTES, PLANNED, Placement, observed, place_of
+from rankax.core.options import AUTO, Options
+from rankax.core.plan.schedule import Schedule
 from rankax.ext.bucket import fill_up, marked
 from rankax.ext.explain.plan import BatchPlan, shown
 

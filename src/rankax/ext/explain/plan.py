@@ -14,16 +14,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from rankax.core.protocol import (
-    LeafPlan,
-    Level,
-    Schedule,
-    Shape,
-    listed,
-    plural,
-    table,
-    untouched_line,
-)
+from rankax.core.base.messages import listed, plural, table
+from rankax.core.plan.report import untouched_line
+from rankax.core.plan.schedule import LeafPlan, Level, Schedule, Shape
 
 
 class Cell(NamedTuple):

@@ -22,37 +22,23 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr
 
-from rankax.core.protocol import (
-    Chunks,
-    ItemProgram,
-    LoopSpec,
+from rankax.core.base.arrays import counted, index_dtype, is_ref, places_of, scalar, zeros, zeros_of
+from rankax.core.loop.loop import (
     Sink,
     Store,
     Tile,
     TileSlots,
     carried_with,
-    counted,
     ends_of,
     first_start,
-    has_order,
-    index_dtype,
-    is_ref,
-    item_of,
-    items_at,
-    lengths_of,
     map_level,
     new_items,
-    own_places,
-    places_of,
-    scalar,
-    split_into_chunks,
     steps_of,
-    subprograms,
-    with_shape,
     write_chunk,
-    zeros,
-    zeros_of,
 )
+from rankax.core.loop.spec import LoopSpec, item_of, items_at, lengths_of, own_places
+from rankax.core.plan.schedule import Chunks, split_into_chunks
+from rankax.core.trace.programs import ItemProgram, has_order, subprograms, with_shape
 from rankax.ext.lanes.engine import Engine, Output
 from rankax.ext.lanes.machine import Machine, cut_program
 

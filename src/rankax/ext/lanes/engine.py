@@ -31,7 +31,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.protocol import carried_with, counted, scalar, zeros_of
+from rankax.core.base.arrays import counted, scalar, zeros_of
+from rankax.core.loop.loop import carried_with
 from rankax.ext.lanes.machine import Env, Machine, Slot, State, differs, run_ops, value_of
 from rankax.ext.progress.report import Reports
 

@@ -33,7 +33,9 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType
 
-from rankax.core.protocol import carried_with, programs, subprograms, varying_axes
+from rankax.core.loop.loop import carried_with, varying_axes
+from rankax.core.trace import programs
+from rankax.core.trace.programs import subprograms
 from rankax.ext.equations import CALLS, STEPS_OF_WHILE, WITH_RULE, cost, has_rule, split_loop
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.

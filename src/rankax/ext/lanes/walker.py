@@ -10,20 +10,11 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from rankax.core.protocol import (
-    CHOOSERS,
-    PASSES,
-    TRACED,
-    TRIED,
-    Nesting,
-    Options,
-    Ordered,
-    Row,
-    Steps,
-    bool_option,
-    register,
-    sinks_of,
-)
+from rankax.core.hooks import CHOOSERS, PASSES, TRACED, TRIED
+from rankax.core.loop.loop import sinks_of
+from rankax.core.options import Options, bool_option, register
+from rankax.core.plan.schedule import Nesting
+from rankax.core.reduce.row import Ordered, Row, Steps
 from rankax.ext.lanes.call import (
     check_lanes,
     in_lockstep,

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankax.core.protocol import checked_int, even_chunk_size
+from rankax.core.base.messages import checked_int
+from rankax.core.plan.schedule import even_chunk_size
 
 _PREFIXES = ("", "k", "M", "G", "T")
 _UNITS = {

@@ -10,23 +10,13 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
-from rankax.core.protocol import (
-    CHOOSERS,
-    NOTES,
-    TRACED,
-    WARNINGS,
-    Bound,
-    Fitted,
-    ItemProgram,
-    Nesting,
-    Option,
-    Options,
-    Traced,
-    is_empty,
-    nest_of,
-    register,
-    warn_once,
-)
+from rankax.core.call.nest import nest_of
+from rankax.core.call.run import Bound, Fitted, Traced, is_empty
+from rankax.core.hooks import CHOOSERS, NOTES, TRACED, WARNINGS
+from rankax.core.loop.eager_programs import warn_once
+from rankax.core.options import Option, Options, register
+from rankax.core.plan.schedule import Nesting
+from rankax.core.trace.programs import ItemProgram
 from rankax.ext.memory.budget import MemoryFit, checked_limit
 from rankax.ext.memory.default import default_on_cpu, default_on_gpu, small_steps
 from rankax.ext.memory.limit import fit_to_limit

@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankax.core.protocol import Schedule, even_chunk_size
+from rankax.core.plan.schedule import Schedule, even_chunk_size
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, bytes_of_item, operations
 
 _CPU_BYTES = 2**19  # of values that a reduction may have at once; half of a common cache

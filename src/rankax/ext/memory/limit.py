@@ -24,17 +24,11 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, SingleDeviceSharding
 
-from rankax.core.protocol import (
-    Kept,
-    Shape,
-    Target,
-    Unknown,
-    fingerprint,
-    has_tangent,
-    of_some,
-    shape_of,
-    target_of,
-)
+from rankax.core.base.arrays import Target, has_tangent, shape_of, target_of
+from rankax.core.base.cache import Kept
+from rankax.core.loop.eager_programs import Unknown, fingerprint
+from rankax.core.plan.schedule import Shape
+from rankax.core.trace.derivatives import of_some
 from rankax.ext.memory.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, and the

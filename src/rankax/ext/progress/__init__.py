@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from rankax.core.protocol import OBSERVERS, Option, Options, register
+from rankax.core.hooks import OBSERVERS
+from rankax.core.options import Option, Options, register
 from rankax.ext.progress.bars import checked_progress, progress_of_call
 
 register(Option("progress", False, checked_progress, scoped=True))

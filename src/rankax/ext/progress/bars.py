@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.protocol import is_staged
+from rankax.core.base.arrays import is_staged
 
 Target = str | Callable[[int, int], object]
 

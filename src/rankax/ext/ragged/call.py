@@ -42,24 +42,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.protocol import (
-    FILL,
-    PLACE,
-    BoundKernel,
-    Options,
-    Rank,
-    Reductions,
-    Shape,
-    Shell,
-    bind,
-    has_tangent,
-    in_32_bits,
-    is_narrow,
-    leaves_with_names,
-    ranks_of_leaves,
-    run,
-    widen,
-)
+from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow
+from rankax.core.base.trees import leaves_with_names
+from rankax.core.call.bind import BoundKernel, Shell, bind
+from rankax.core.call.run import run
+from rankax.core.declare.dims import Rank
+from rankax.core.declare.ranks import ranks_of_leaves
+from rankax.core.loop.loop import widen
+from rankax.core.loop.spec import PLACE
+from rankax.core.options import Options
+from rankax.core.plan.schedule import Shape
+from rankax.core.reduce.protocol import FILL
+from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import marked, resized
 from rankax.ext.lengths import Group, Shared, groups_of, rounded_up, slots_for
 from rankax.ext.padding import bucket_of

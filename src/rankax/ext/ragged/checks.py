@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankax.core.protocol import BoundKernel, Options, is_spread
+from rankax.core.base.arrays import is_spread
+from rankax.core.call.bind import BoundKernel
+from rankax.core.options import Options
 
 
 def check_options(call: BoundKernel, options: Options) -> None:

@@ -21,30 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from rankax.core.protocol import (
-    PLACE,
-    BoundKernel,
-    Declaration,
-    ItemProgram,
-    Kept,
-    KernelSpec,
-    Marked,
-    Nesting,
-    Options,
-    Rank,
-    Reductions,
-    Shell,
-    evaluate,
-    is_ref,
-    item_key,
-    narrowed,
-    opened,
-    rebind,
-    traced_as,
-    weakened,
-    with_variables,
-    zeros,
-)
+from rankax.core.base.arrays import is_ref, weakened, zeros
+from rankax.core.base.cache import Kept
+from rankax.core.base.messages import traced_as
+from rankax.core.call.bind import BoundKernel, KernelSpec, Shell, rebind
+from rankax.core.declare.dims import Rank
+from rankax.core.declare.ranks import Declaration
+from rankax.core.loop.eager_programs import opened
+from rankax.core.loop.shared import narrowed
+from rankax.core.loop.spec import PLACE, item_key
+from rankax.core.options import Options
+from rankax.core.plan.schedule import Nesting
+from rankax.core.reduce.protocol import Marked
+from rankax.core.reduce.run import Reductions
+from rankax.core.trace.programs import ItemProgram, evaluate, with_variables
 
 # The parameters of a derived kernel, besides those of the original that have no rank.
 ITEMS, MAPPED, WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"

@@ -13,16 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.protocol import (
-    FILL,
-    METHODS,
-    BoundKernel,
-    Rank,
-    Reductions,
-    entries,
-    is_staged,
-    plural,
-)
+from rankax.core.base.arrays import is_staged
+from rankax.core.base.messages import plural
+from rankax.core.base.trees import entries
+from rankax.core.call.bind import BoundKernel
+from rankax.core.declare.dims import Rank
+from rankax.core.hooks import METHODS
+from rankax.core.reduce.protocol import FILL
+from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import as_inputs, resized
 from rankax.ext.explain.call import plan_of
 from rankax.ext.explain.plan import BatchPlan, shown

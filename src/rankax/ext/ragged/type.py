@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.protocol import NODES, plural
+from rankax.core.base.messages import plural
+from rankax.core.hooks import NODES
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

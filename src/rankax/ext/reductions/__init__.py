@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reductions: those that `reduce` knows by name, and others."""
 
-from rankax.core.protocol import BY_NAME, HINTS
+from rankax.core.hooks import HINTS
+from rankax.core.reduce.run import BY_NAME
 from rankax.ext.reductions.sums import All, AnyOf, Gram, LogSumExp, Mean, Prod, Sum
 from rankax.ext.reductions.winners import ArgMax, ArgMin, Max, Min
 

@@ -8,15 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.protocol import (
-    Accumulator,
-    InSlots,
-    State,
-    add_exactly,
-    choose,
-    fill,
-    scalar,
-)
+from rankax.core.base.arrays import scalar
+from rankax.core.loop.shared import add_exactly
+from rankax.core.reduce.row import Accumulator, InSlots, State, choose, fill
 
 _MOST_EXACT = 128  # rows of a sum of outer products that holds what rounding took
 

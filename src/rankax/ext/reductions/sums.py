@@ -12,23 +12,11 @@ import numpy as np
 from jax import core, lax
 from jax.flatten_util import ravel_pytree
 
-from rankax.core.protocol import (
-    Accumulation,
-    EachLeaf,
-    Elementwise,
-    MisfitError,
-    Ordered,
-    Outputs,
-    Reduction,
-    Row,
-    check_callable,
-    check_leaves,
-    count_dtype,
-    has_tangent,
-    leaves_with_names,
-    scalar,
-    wide,
-)
+from rankax.core.base.arrays import has_tangent, scalar, wide
+from rankax.core.base.messages import check_callable
+from rankax.core.base.trees import check_leaves, leaves_with_names
+from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
+from rankax.core.reduce.row import Accumulation, Elementwise, Ordered, Row
 from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, Outer
 
 

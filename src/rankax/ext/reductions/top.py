@@ -9,13 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.protocol import (
-    Chosen,
-    State,
-    choose,
-    no_index,
-    scalar,
-)
+from rankax.core.base.arrays import scalar
+from rankax.core.reduce.extrema import Chosen, no_index
+from rankax.core.reduce.row import State, choose
 
 _INFINITY = 0x7F800000  # as float32
 

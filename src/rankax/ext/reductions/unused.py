@@ -26,7 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from rankax.core.protocol import evaluate, has_refs, has_tangent, new_primitive, of_some, vmapped
+from rankax.core.base.arrays import has_tangent
+from rankax.core.trace.derivatives import has_refs, new_primitive, of_some, vmapped
+from rankax.core.trace.programs import evaluate
 
 Fun = Callable[..., list[Any]]
 

@@ -16,29 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.protocol import (
-    Accumulation,
-    Accumulator,
-    Arg,
-    EachLeaf,
-    Elementwise,
-    MisfitError,
-    Outputs,
-    Place,
-    Reduction,
-    Row,
-    call_with_derivative_of,
-    check_bool,
-    has_tangent,
-    index_dtype,
-    listed,
-    no_index,
-    positive_int,
-    saved,
-    scalar,
-    too_many,
-    worst_value,
-)
+from rankax.core.base.arrays import has_tangent, index_dtype, scalar, too_many
+from rankax.core.base.messages import check_bool, listed, positive_int
+from rankax.core.loop.loop import saved
+from rankax.core.reduce.extrema import Arg, no_index, worst_value
+from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction
+from rankax.core.reduce.row import Accumulation, Accumulator, Elementwise, Row
+from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.ext.reductions.sums import dtype_of
 from rankax.ext.reductions.top import Top, as_floats, first_k, has_floats, if_found, sort_key
 from rankax.ext.reductions.unused import unless_unused

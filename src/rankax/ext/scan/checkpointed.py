@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from rankax.core.protocol import split_into_chunks
+from rankax.core.plan.schedule import split_into_chunks
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import fit_once, free_bytes, gradient_bytes
 from rankax.ext.scan.loops import Loop, ScanArrays, Schedule, Step, chunk_sizes, run_scan, scan_call

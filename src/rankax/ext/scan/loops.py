@@ -18,23 +18,12 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.protocol import (
-    ItemProgram,
-    Mode,
-    call_of_kernel,
-    call_with_derivative_of,
-    check_leaves,
-    evaluate,
-    in_32_bits,
-    keep_rules,
-    kept_program,
-    leaves_with_names,
-    messages,
-    mode_of,
-    scalar,
-    type_name,
-    with_axis,
-)
+from rankax.core.base import messages
+from rankax.core.base.arrays import in_32_bits, scalar
+from rankax.core.base.trees import check_leaves, leaves_with_names, type_name
+from rankax.core.loop.eager_programs import Mode, call_of_kernel, kept_program, mode_of
+from rankax.core.trace.derivatives import call_with_derivative_of, keep_rules
+from rankax.core.trace.programs import ItemProgram, evaluate, with_axis
 from rankax.ext.progress.bars import checked_progress, progress_of_call
 from rankax.ext.progress.report import Reports
 

@@ -28,16 +28,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import ad
 
-from rankax.core.protocol import (
-    Kept,
-    evaluate,
-    has_tangent,
-    keep_rules,
-    new_primitive,
-    of_some,
-    uses_axis,
-    vmapped,
-)
+from rankax.core.base.arrays import has_tangent
+from rankax.core.base.cache import Kept
+from rankax.core.trace.derivatives import keep_rules, new_primitive, of_some, uses_axis, vmapped
+from rankax.core.trace.programs import evaluate
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> Any:

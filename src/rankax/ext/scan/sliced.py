@@ -11,23 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax.core.protocol import (
-    Chunks,
-    LoopSpec,
-    Outputs,
-    Reductions,
-    check_bool,
-    function_location,
-    has_tangent,
-    index_dtype,
-    read_reductions,
-    scalar,
-    trace_reduced,
-    widen,
-    with_shape,
-    write_chunk,
-    zeros_of,
-)
+from rankax.core.base.arrays import has_tangent, index_dtype, scalar, zeros_of
+from rankax.core.base.messages import check_bool, function_location
+from rankax.core.loop.loop import widen, write_chunk
+from rankax.core.loop.spec import LoopSpec
+from rankax.core.plan.schedule import Chunks
+from rankax.core.reduce.protocol import Outputs
+from rankax.core.reduce.run import Reductions, read_reductions, trace_reduced
+from rankax.core.trace.programs import with_shape
 from rankax.ext.runs import RunStates, reduce_row
 from rankax.ext.scan.checkpointed import scan_checkpointed
 from rankax.ext.scan.loops import Loop, kept_indices, run_scan, scan_call

@@ -12,20 +12,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from rankax.core.protocol import (
-    call_of,
-    call_with_derivative_of,
-    check_leaves,
-    evaluate,
-    has_order,
-    has_tangent,
-    is_ref,
-    messages,
-    subprograms,
-    type_name,
-    varying_axes,
-    with_subprograms,
-)
+from rankax.core.base import messages
+from rankax.core.base.arrays import has_tangent, is_ref
+from rankax.core.base.trees import check_leaves, type_name
+from rankax.core.loop.loop import varying_axes
+from rankax.core.trace.derivatives import call_of, call_with_derivative_of
+from rankax.core.trace.programs import evaluate, has_order, subprograms, with_subprograms
 from rankax.ext.equations import has_rule, split_loop
 from rankax.ext.scan.loops import check_carry, trace_step
 from rankax.ext.scan.reversible import is_zero, program_of, pushed_through

@@ -34,7 +34,10 @@ from typing import Any
 
 import jax
 
-from rankax.core.protocol import METHODS, Options, bind, check_bool
+from rankax.core.base.messages import check_bool
+from rankax.core.call.bind import bind
+from rankax.core.hooks import METHODS
+from rankax.core.options import Options
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
 from rankax.ext.tune.table import NOT_TRIED, Candidate, Tuning, measured_for

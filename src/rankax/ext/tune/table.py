@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from rankax.core.protocol import leaves_with_names, table
+from rankax.core.base.messages import table
+from rankax.core.base.trees import leaves_with_names
 from rankax.ext.memory.budget import shown_bytes
 
 NOT_TRIED = "not tried"  # the note of a candidate for which there was no time

@@ -12,20 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.protocol import (
-    TRIED,
-    BoundKernel,
-    ItemProgram,
-    KernelSpec,
-    Nesting,
-    Options,
-    Shape,
-    Shell,
-    is_array,
-    is_node,
-    is_staged,
-    run,
-)
+from rankax.core.base.arrays import is_staged
+from rankax.core.call.bind import BoundKernel, KernelSpec, Shell, is_array
+from rankax.core.call.run import run
+from rankax.core.hooks import TRIED, is_node
+from rankax.core.options import Options
+from rankax.core.plan.schedule import Nesting, Shape
+from rankax.core.trace.programs import ItemProgram
 from rankax.ext.bucket import filled, filling_of
 from rankax.ext.explain.call import plan_of
 from rankax.ext.ragged.call import RaggedCall

@@ -14,16 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from rankax.core.protocol import (
-    Accumulation,
-    Arg,
-    Chosen,
-    Chunks,
-    State,
-    counted,
-    no_index,
-    scalar,
-)
+from rankax.core.base.arrays import counted, scalar
+from rankax.core.plan.schedule import Chunks
+from rankax.core.reduce.extrema import Arg, Chosen, no_index
+from rankax.core.reduce.row import Accumulation, State
 from rankax.ext.equations import FUNCTIONS, operations
 from rankax.ext.reductions.top import Top, concatenated
 

@@ -25,7 +25,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from rankax.core.protocol import evaluate, evaluate_by, has_tangent, with_shape
+from rankax.core.base.arrays import has_tangent
+from rankax.core.trace.programs import evaluate, evaluate_by, with_shape
 from rankax.ext.xla_cpu.kept_values import values_read_again, with_barriers
 
 _SLICES = ("dynamic_slice", "gather", "slice", "split")

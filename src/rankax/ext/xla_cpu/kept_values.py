@@ -41,7 +41,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from rankax.core.protocol import RULES, LoopSpec, has_tangent, subprograms, with_subprograms
+from rankax.core.base.arrays import has_tangent
+from rankax.core.loop.spec import LoopSpec
+from rankax.core.trace.derivatives import RULES
+from rankax.core.trace.programs import subprograms, with_subprograms
 from rankax.ext.equations import CALLS, FUNCTIONS, LIBRARIES, operations
 
 _FUNCTION = 8.0  # operations

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from rankax.core.protocol import NO_RULES, TRIED
+from rankax.core.hooks import NO_RULES, TRIED
 from rankax.ext.equations import FUNCTIONS, SUMS, operations
 from rankax.ext.xla_cpu.kept_values import computes_again
 

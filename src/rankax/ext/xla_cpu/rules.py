@@ -35,18 +35,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from rankax.core.protocol import (
-    COMPILER_RULES,
-    NO_RULES,
-    Chosen,
-    LoopSpec,
-    Options,
-    Rules,
-    Tiles,
-    bool_option,
-    register,
-    switch,
-)
+from rankax.core.base.cache import switch
+from rankax.core.hooks import NO_RULES, Rules
+from rankax.core.loop.spec import LoopSpec
+from rankax.core.options import COMPILER_RULES, Options, bool_option, register
+from rankax.core.plan.schedule import Tiles
+from rankax.core.reduce.extrema import Chosen
 from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
 from rankax.ext.xla_cpu import extremes, kept_residuals, kept_values, library
 

@@ -5,7 +5,9 @@ import warnings
 
 import jax
 
-from rankax.core.protocol import PLANNED, Schedule, caller_level
+from rankax.core.base.messages import caller_level
+from rankax.core.hooks import PLANNED
+from rankax.core.plan.schedule import Schedule
 
 # In JAX 0.11.1, the time of a map in small chunks is quadratic in their number (jax issue 40101).
 _IS_SLOW = jax.__version_info__[:3] == (0, 11, 1)
