@@ -29,15 +29,7 @@ from rankax.core.base.trees import leaves_with_names, spread_prefix
 from rankax.core.call.run import Bound, run, sizes_of
 from rankax.core.hooks import Form, form_of
 from rankax.core.options import OPTIONS, Options, check_together, options_of, scope
-from rankax.core.plan.schedule import (
-    WHOLE_CHUNKS,
-    Nesting,
-    Schedule,
-    Shape,
-    Tiles,
-    loops_of,
-    plan_levels,
-)
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan, Tiles, plan_axis
 from rankax.core.reduce.run import read_reductions
 from rankax.core.trace.programs import checked_output_axes, is_axis
 from rankax.ext.ragged.type import Ragged
@@ -371,7 +363,7 @@ class BoundAxes(Bound):
     places: list[int | None]  # where each leaf has the mapped axis
     length: int
 
-    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
         both = enumerate(zip(self.leaves, self.places, strict=True))
         arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
         reduce = "" if options.reduce is None else str(options.reduce)
@@ -382,7 +374,7 @@ class BoundAxes(Bound):
     def ranked(self) -> list[int]:
         return [i for i, place in enumerate(self.places) if place is not None]
 
-    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+    def call(self, leaves: Sequence[Any], plan: Plan) -> Any:
         del plan
         args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
         with noted_errors(self.fun, self._described):
@@ -397,7 +389,7 @@ class BoundAxes(Bound):
             rows.append((path, str(shape), str(axis), str(core)))
         return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
 
-    def in_one_piece(self, plan: Nesting) -> Any:
+    def in_one_piece(self, plan: Plan) -> Any:
         """Call `jax.vmap`, with errors of rankax."""
         returned = False
 
@@ -512,34 +504,3 @@ def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], site: str) -
                 f"{site}: {path} is Ragged, and its rows are not items of a batch; use "
                 'rankax.auto_vmap with a rank such as "n 3", or map only other arguments'
             )
-
-
-@functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
-def plan_axis(
-    name: str,
-    length: int,
-    arrays: tuple[tuple[int, Shape, int], ...],
-    chunk_size: int | None,
-    tiles: Tiles = WHOLE_CHUNKS,
-    reduce: str = "",
-) -> Nesting:
-    """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
-
-    Parameters
-    ----------
-    arrays : tuple of (position, shape, axis)
-        Each array that is mapped.
-    chunk_size, tiles, reduce
-        As in `plan_nesting`; the one axis is the reduced one.
-    """
-    shape, axes = (length,), (0,) if reduce else ()
-    levels = plan_levels((shape,) * len(arrays), shape, chunk_size, frozenset(axes), tiles)
-    return Nesting(
-        Schedule(name, shape, (), levels, reduced=axes, reduce=reduce),
-        {},
-        tuple(position for position, *_ in arrays),
-        tuple(shape[:axis] + shape[axis + 1 :] for _, shape, axis in arrays),
-        tuple((axis,) for *_, axis in arrays),
-        (tuple(axis for *_, axis in arrays),),
-        loops_of(levels, chunk_size),
-    )

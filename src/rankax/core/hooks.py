@@ -45,7 +45,7 @@ class Placement:
 
     def layout(self, whole: Any, item: Any) -> Layout:
         """Return how a batch of this plan is cut."""
-        return Layout(whole.plan.batch_shape)
+        return Layout(whole.batch_shape)
 
 
 class Layout:

@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rankax.core.base.messages import function_location, listed, plural, table
 from rankax.core.base.trees import check_outputs, leaves_with_names
-from rankax.core.call.run import Bound, Traced, fit, is_empty, traced
+from rankax.core.call.run import Bound, Traced, fit, traced
 from rankax.core.hooks import FORMS, Form, Placement
 from rankax.core.loop.eager_programs import opened
 from rankax.core.options import AUTO, Options, bool_option, register
@@ -270,10 +270,10 @@ class Batched(Form):
         check_batched(options.replace(batched=True), bound.site)  # a scope may ask for it
         whole = bound.plan_whole(options)
         is_chosen = getattr(options, "memory_limit", None) is not None
-        if (is_chosen or options.chunk_size == AUTO) and not is_empty(whole):
+        if (is_chosen or options.chunk_size == AUTO) and not whole.is_empty:
             options = fit(traced(bound, options, place)).options
         runs = [bound.part(whole, shape) for shape in place.layout(whole, None).shapes()]
-        lengths = sorted({run.plan(options).plan.in_flight for run in runs})
+        lengths = sorted({run.plan(options).in_flight for run in runs})
         return dataclasses.replace(bound, form=Batched(tuple(lengths)))
 
     def of_lengths(self, call: Traced, *lengths: int) -> ItemProgram:

@@ -74,7 +74,7 @@ def _filling_of(call: BoundKernel, options: Options) -> Filling | None:
     An axis of length 1 broadcasts, and an empty batch has no item to copy.
     """
     planned = call.plan_whole(options)
-    plan = planned.plan
+    plan = planned
     shape, lengths = list(plan.batch_shape), dict[int, int]()
     for i, axes in zip(planned.mapped, planned.batch_axes, strict=True):
         for axis, length in enumerate(plan.batch_shape):
@@ -132,7 +132,7 @@ def marked(call: BoundKernel, options: Options) -> Options:
 
 def with_places(out: Any, call: BoundKernel, options: Options) -> Any:
     """Return a result whose indices count the items as if there were no copies."""
-    plan = call.plan(options).plan
+    plan = call.plan(options)
 
     def place(index: jax.Array) -> jax.Array:
         return index_without_fill(index, plan.batch_shape, plan.reduced, call.lengths)

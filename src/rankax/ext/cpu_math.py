@@ -37,7 +37,6 @@ from jax import lax
 from jax.extend.core import Literal
 
 from rankax.core.base.messages import listed, plural
-from rankax.core.call.run import is_empty
 from rankax.core.hooks import CHOOSERS, NOTES, PASSES, TRACED, TRIED
 from rankax.core.options import Options, bool_option, register
 from rankax.core.trace.derivatives import call_with_derivative_of, of_some
@@ -327,7 +326,7 @@ def _notes(options: Options, jaxpr: Any, plan: Any) -> list[str]:  # noqa: ARG00
 
 def _is_traced(bound: Any, options: Options, plan: Any) -> bool:
     # A collective needs the whole axis.
-    return not is_empty(plan) and _pass_of(options) is not None and bound.axis_name is None
+    return not plan.is_empty and _pass_of(options) is not None and bound.axis_name is None
 
 
 def _choose(call: Any, part: Any, fitted: Any) -> Any:  # noqa: ARG001

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rankax.core.base.arrays import flat_index, index_dtype, places_of
 from rankax.core.hooks import NO_RULES
-from rankax.core.loop.spec import LoopSpec
+from rankax.core.plan.schedule import Level
 from rankax.core.reduce.extrema import no_index
 from rankax.core.reduce.protocol import Outputs, Place, Reduction
 from rankax.core.reduce.row import Accumulator
@@ -22,7 +22,7 @@ from rankax.core.trace.programs import ItemProgram, evaluate
 
 
 def reduce_row(
-    item: ItemProgram, leaves: Sequence[Any], levels: Sequence[LoopSpec], reductions: Reductions
+    item: ItemProgram, leaves: Sequence[Any], levels: Sequence[Level], reductions: Reductions
 ) -> list[Any]:
     """Reduce the outputs of an item, as `trace_reduced` returns it, over levels without loops.
 

@@ -41,12 +41,12 @@ from rankax.core.plan.schedule import (
     NO_ARRAY,
     WHOLE_CHUNKS,
     LeafPlan,
-    Nesting,
+    Plan,
     Shape,
     Split,
     Tiles,
     leaf_plan,
-    plan_nesting,
+    plan_ranks,
 )
 
 
@@ -238,7 +238,7 @@ class Structure:
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
     nodes: dict[int, Any]  # by leaf, without values, those that a wrapper replaces
-    plans: Kept[Nesting]  # by shapes and options
+    plans: Kept[Plan]  # by shapes and options
     fillings: Kept[Any]  # how a batch is padded (`ext/bucket.py`), by the same
 
 
@@ -272,7 +272,7 @@ class BoundKernel(Bound):
         """The arguments without a rank."""
         return {k: v for k, v in self.arguments.arguments.items() if k not in self.shell.names}
 
-    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
         ranks = self.structure.ranks
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
@@ -283,7 +283,7 @@ class BoundKernel(Bound):
             batch_shape = self.cut
         chunk_size, tiles = sizes_of(options, tiles)
 
-        def make() -> Nesting:
+        def make() -> Plan:
             arrays = [
                 (i, self.structure.paths[i], tuple(shape), rank)
                 for i, (shape, rank) in enumerate(zip(shapes, ranks, strict=True))
@@ -293,21 +293,27 @@ class BoundKernel(Bound):
                 arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
             reduce = "" if options.reduce is None else str(options.reduce)
             axes = () if options.reduce is None else options.reduce_axis
-            return plan_nesting(self.fun, arrays, wrong, chunk_size, tiles, reduce, axes)
+            return plan_ranks(self.fun, arrays, wrong, reduce, axes)
 
         def wrong(leaves: Any, ranks: Any, clashes: Any, sizes: Any) -> Exception:
             return call_error(self.fun, leaves, ranks, clashes, sizes, self.untouched())
 
-        key = shapes, chunk_size, tiles, batch_shape, options.reduce, options.reduce_axis
+        plans, key = (
+            self.structure.plans,
+            (shapes, batch_shape, options.reduce, options.reduce_axis),
+        )
         try:
-            plan = self.structure.plans.get_or_make(key, make)
+            plan = plans.get_or_make(key, make)
         except BatchShapeError as error:
             for sentence in self._raw_keys():
                 error.add_note(sentence)
             raise
+        if chunk_size is not None:
+            whole = plan
+            plan = plans.get_or_make((key, chunk_size, tiles), lambda: whole.cut(chunk_size, tiles))
         # Of a map, copies send nothing back.
-        if marked := self.lengths.keys() & (plan.plan.reduced or self.lengths.keys()):
-            strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
+        if marked := self.lengths.keys() & (plan.reduced or self.lengths.keys()):
+            strides = np.eye(len(plan.batch_shape), dtype=int).tolist()
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
             plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))
         return plan
@@ -316,16 +322,16 @@ class BoundKernel(Bound):
     def ranked(self) -> list[int]:
         return [i for i, rank in enumerate(self.structure.ranks) if rank is not None]
 
-    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+    def call(self, leaves: Sequence[Any], plan: Plan) -> Any:
         values = zip(self.shell.names, self.shell.treedef.unflatten(leaves), strict=True)
-        again = self.others if plan.plan.levels else {}
+        again = self.others if plan.levels else {}
         others = {name: _made_again(x) for name, x in again.items()}
         arguments = {**self.arguments.arguments, **dict(values), **others, **self._masks(plan)}
         given = self.kernel.rebind(arguments, written=True)
-        with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
+        with noted_errors(self.fun, functools.partial(self._described, plan.leaves)):
             return self.fun(*given.args, **given.kwargs)
 
-    def _masks(self, plan: Nesting) -> dict[str, Any]:
+    def _masks(self, plan: Plan) -> dict[str, Any]:
         """Return the arguments that callers do not pass: all rows are real, if none says more."""
         masks = self.masks or {}
         found: dict[str, Any] = {}
@@ -338,12 +344,12 @@ class BoundKernel(Bound):
             found[name] = masks[dim] if dim in masks else jnp.ones(plan.sizes[dim], bool)
         return found
 
-    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+    def evaluate(self, leaves: Sequence[Any], plan: Plan) -> Any:
         pairs = zip(leaves, self.structure.ranks, strict=True)
         # The kernel must not change an array of the caller in place.
         arrays = [jnp.asarray(x) if rank and isinstance(x, np.ndarray) else x for x, rank in pairs]
         out = super().evaluate(arrays, plan)
-        check = check_outputs if plan.plan.levels else check_returned
+        check = check_outputs if plan.levels else check_returned
         check(self.fun, out)
         return self._checked(out, plan)
 
@@ -383,7 +389,7 @@ class BoundKernel(Bound):
             if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape[-1:] in ((2,), (4,))
         ]
 
-    def _checked(self, out: Any, plan: Nesting) -> Any:
+    def _checked(self, out: Any, plan: Plan) -> Any:
         """Check one item's output against its declaration, if there is one."""
         declared = self.kernel.declaration.outputs
         if declared is None:

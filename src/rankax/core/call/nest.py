@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from rankax.core.base.arrays import in_32_bits, is_narrow
-from rankax.core.hooks import NO_RULES, Observer, Pass, Rules, Walker, form_of, passes_of
+from rankax.core.hooks import Observer, Pass, Rules, Walker, form_of, passes_of
 from rankax.core.loop.loop import map_level, on_explicit_mesh
 from rankax.core.loop.shared import narrowed
-from rankax.core.loop.spec import LoopSpec, number_items, vmap_level
+from rankax.core.loop.spec import number_items, vmap_level
 from rankax.core.options import Options
-from rankax.core.plan.schedule import Nesting, Schedule
+from rankax.core.plan.schedule import Level, Plan
 from rankax.core.reduce.run import Reductions, RowReduction
 from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import ItemProgram
@@ -34,10 +34,9 @@ class Nest:
 
     Attributes
     ----------
-    nesting : Nesting
-        If it belongs to a part, its splits are numbered within the whole batch.
-    specs : tuple of LoopSpec
-        One for each level of the plan, outermost first.
+    plan : Plan
+        With the settings of a walk in its levels. If it belongs to a part, its splits are numbered
+        within the whole batch.
     inputs : tuple of int
         The leaves that an item takes. Some are mapped by no level: those with one item along an
         axis of this part.
@@ -53,8 +52,7 @@ class Nest:
         Whether the program of an item calls the kernel with all items of a chunk.
     """
 
-    nesting: Nesting
-    specs: tuple[LoopSpec, ...]
+    plan: Plan
     inputs: tuple[int, ...]
     reductions: Reductions | None
     differentiable: bool
@@ -63,14 +61,9 @@ class Nest:
     takes_chunks: bool = False
 
     @property
-    def plan(self) -> Schedule:
-        """The plan that is printed."""
-        return self.nesting.plan
-
-    @property
     def walker(self) -> Walker | None:
         """What walks all levels in place of loops."""
-        return next((spec.walker for spec in self.specs if not spec.reduced), None)
+        return next((spec.walker for spec in self.plan.levels if not spec.reduced), None)
 
     def walk(
         self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
@@ -95,7 +88,7 @@ class Nest:
         if self.plan.in_flight > 1:
             item.check_order()
         arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
-        mapped = [arrays.pop(position) for position in self.nesting.mapped]
+        mapped = [arrays.pop(position) for position in self.plan.mapped]
         # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
         # on, a jaxpr holds its constants; replacing its variables drops them.
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
@@ -118,9 +111,9 @@ class Nest:
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
         """Map a function of all inputs over levels without loops, as one would by hand."""
         arrays = self._reshaped(leaves)
-        if self.nesting.splits:
-            fun = number_items(fun, self.nesting.splits, self.plan.levels, self.plan.batch_shape)
-        for spec in reversed(self.specs):
+        if self.plan.splits:
+            fun = number_items(fun, self.plan.splits, self.plan.levels, self.plan.batch_shape)
+        for spec in reversed(self.plan.levels):
             fun = vmap_level(fun, spec)
         return self.in_batch_shape(fun(*arrays.values()))
 
@@ -128,7 +121,7 @@ class Nest:
         """Return the inputs by position, without stretched axes."""
         leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         arrays = dict(zip(self.inputs, leaves, strict=True))
-        for position, shape in self.nesting.reshaped:
+        for position, shape in self.plan.reshaped:
             if position in arrays:
                 arrays[position] = jnp.reshape(arrays[position], shape)
         return arrays
@@ -163,14 +156,19 @@ class _Walk:
     @functools.cached_property
     def evaluated(self) -> _Walk:
         """The walk that is evaluated."""
-        if any(spec.is_loop and spec.walker is None for spec in self.nest.specs):
+        if any(spec.is_loop and spec.walker is None for spec in self.nest.plan.levels):
             return self._as_computed(self.nest.rules.evaluated(self.jaxpr, self._mapped_inputs))
         return self._as_computed(self.jaxpr)
 
     def not_differentiated(self) -> _Walk:
         """Return the walk whose derivative is that of another one."""
-        specs = tuple(dataclasses.replace(x, differentiable=False) for x in self.nest.specs)
-        return dataclasses.replace(self, nest=dataclasses.replace(self.nest, specs=specs))
+        return self._with_levels(
+            [dataclasses.replace(level, differentiable=False) for level in self.nest.plan.levels]
+        )
+
+    def _with_levels(self, levels: Sequence[Level]) -> _Walk:
+        plan = dataclasses.replace(self.nest.plan, levels=tuple(levels))
+        return dataclasses.replace(self, nest=dataclasses.replace(self.nest, plan=plan))
 
     @functools.cached_property
     def differentiated(self) -> _Walk:
@@ -178,7 +176,7 @@ class _Walk:
         back = (each.back(self.jaxpr, self.item.site) for each in self.nest.passes)
         jaxpr = next((each for each in back if each is not None), None)
         if jaxpr is None:
-            has_loops = any(spec.is_loop for spec in self.nest.specs)
+            has_loops = any(spec.is_loop for spec in self.nest.plan.levels)
             jaxpr = self._kept_back if has_loops else self.jaxpr
         return self._as_computed(jaxpr)
 
@@ -197,7 +195,8 @@ class _Walk:
     def _mapped_inputs(self) -> list[int]:
         """The inputs of the program that levels map."""
         nest = self.nest
-        in_axes = zip(nest.nesting.mapped, *(spec.in_axes for spec in nest.specs), strict=False)
+        by_level = [level.in_axes for level in nest.plan.levels]
+        in_axes = zip(nest.plan.mapped, *by_level, strict=False)
         mapped = [i for i, *axes in in_axes if set(axes) != {None}]
         return [self.consts + nest.inputs.index(i) for i in mapped]
 
@@ -209,11 +208,11 @@ class _Walk:
             return walk._reduced((consts, mapped, others, begins), back=back)
         fun = self._of_items(consts, others, begins)
         if (walker := self.nest.walker) is not None:
-            outs = walker.walk(fun, mapped, self.nest.specs, self.item, back=back)
+            outs = walker.walk(fun, mapped, self.nest.plan.levels, self.item, back=back)
             return self.nest.in_batch_shape(outs)
         if None in self.out_axes:
             self._with(consts).check_unmapped_outputs()
-        for spec in reversed(self.nest.specs):
+        for spec in reversed(self.nest.plan.levels):
             fun = map_level(fun, spec, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
 
@@ -228,19 +227,19 @@ class _Walk:
     @property
     def _are_shared(self) -> list[bool]:
         """Which of the leaves that the levels map are mapped by some of them only."""
-        by_level = zip(*(spec.in_axes for spec in self.nest.specs), strict=False)
-        return [None in axes for axes, _ in zip(by_level, self.nest.nesting.mapped, strict=False)]
+        by_level = zip(*(spec.in_axes for spec in self.nest.plan.levels), strict=False)
+        return [None in axes for axes, _ in zip(by_level, self.nest.plan.mapped, strict=False)]
 
     def _stored(self, mapped: list[Any]) -> tuple[_Walk, list[Any]]:
         """Return the inputs of a reduction as it reads them best, and the walk over them."""
-        stored, specs = self.nest.rules.stored(mapped, self.nest.specs)
-        return dataclasses.replace(self, nest=dataclasses.replace(self.nest, specs=specs)), stored
+        stored, levels = self.nest.rules.stored(mapped, self.nest.plan.levels)
+        return self._with_levels(levels), stored
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:
         """Where each level has its items in the outputs."""
         axes = self.item.out_axes
-        return axes if len(self.nest.specs) == 1 else (0,) * len(axes)
+        return axes if len(self.nest.plan.levels) == 1 else (0,) * len(axes)
 
     def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
         consts, mapped, others, begins = operands
@@ -250,7 +249,7 @@ class _Walk:
             return row.values(consts, items, back=back)
 
         entries = row.reductions.entries
-        kept = [spec for spec in self.nest.specs if not spec.reduced]
+        kept = [spec for spec in self.nest.plan.levels if not spec.reduced]
         for spec in reversed(kept):
             fun = map_level(fun, spec, [0] * len(entries), back=back)
         values = fun(*mapped)
@@ -274,7 +273,7 @@ class _Walk:
         assert self.nest.reductions is not None
         return RowReduction(
             lambda consts: self._of_items(consts, others, begins),
-            tuple(spec for spec in self.nest.specs if spec.reduced),
+            tuple(spec for spec in self.nest.plan.levels if spec.reduced),
             self.item.outputs,
             self.nest.reductions,
             self.jaxpr,
@@ -289,17 +288,16 @@ class _Walk:
         self, consts: Sequence[Any], others: Mapping[int, Any], begins: Begins
     ) -> Callable[..., list[Any]]:
         """Return the item as a function of the leaves that the levels map, and of its places."""
-        item, inputs, nesting = self._item_of(consts), self.nest.inputs, self.nest.nesting
+        item, inputs, plan = self._item_of(consts), self.nest.inputs, self.nest.plan
 
         def of_mapped(*items: Any) -> list[Any]:
-            here = {**others, **dict(zip(nesting.mapped, items, strict=False))}
-            return item(*(here[i] for i in inputs), *items[len(nesting.mapped) :])
+            here = {**others, **dict(zip(plan.mapped, items, strict=False))}
+            return item(*(here[i] for i in inputs), *items[len(plan.mapped) :])
 
         fun = of_mapped if others else item
-        if not nesting.splits:
+        if not plan.splits:
             return fun
-        plan = nesting.plan
-        return number_items(fun, nesting.splits, plan.levels, plan.batch_shape, begins)
+        return number_items(fun, plan.splits, plan.levels, plan.batch_shape, begins)
 
     def _item_of(self, consts: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return the item, which takes what is `in_32_bits`."""
@@ -326,10 +324,10 @@ class _Walk:
         because a derivative must not count an item twice.
         """
         consts, mapped, others, _ = operands
-        has_walker = any(spec.walker is not None for spec in self.nest.specs)
+        has_walker = any(spec.walker is not None for spec in self.nest.plan.levels)
         if has_walker or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
             return False
-        loops = [spec for spec in self.nest.specs if spec.is_loop]
+        loops = [spec for spec in self.nest.plan.levels if spec.is_loop]
         some = itertools.compress(mapped, self._are_shared)
         if any(map(is_narrow, (*consts, *some, *others.values()))):
             return False
@@ -343,7 +341,7 @@ class _Walk:
             return False
         outs: list[Any] = [v.aval for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
-        for spec in self.nest.specs:
+        for spec in self.nest.plan.levels:
             pairs = list(zip(shapes, spec.in_axes, strict=False))
             # The chunks of all others are read by index, or written.
             rows = [axis in (None, 0) and 1 not in shape[1:] for shape, axis in pairs]
@@ -356,7 +354,7 @@ class _Walk:
 
 
 def nest_of(
-    plan: Nesting,
+    plan: Plan,
     inputs: tuple[int, ...],
     options: Options,
     observer: Observer | None = None,
@@ -366,39 +364,27 @@ def nest_of(
     """Build the nested maps of a plan; the other arguments are as in `Nest`."""
     # Of what is not differentiated, nothing is ever recomputed.
     checkpoint = differentiable and options.checkpoint is not False
-    specs = _specs(plan, observer, checkpoint=checkpoint, differentiable=differentiable)
-    rules, reductions = options.rules, options.reduce
-    form = form_of(options)
-    takes_chunks = form is not None and form.takes_chunks
-    passes = passes_of(options)
-    return Nest(plan, specs, inputs, reductions, differentiable, rules, passes, takes_chunks)
-
-
-def nest_without_loops(plan: Nesting) -> Nest:
-    """Build the nested maps of a plan that has no loop, which no option changes."""
-    specs = _specs(plan, checkpoint=False)
-    return Nest(plan, specs, plan.mapped, None, False, NO_RULES, ())
-
-
-def _specs(
-    plan: Nesting, observer: Observer | None = None, **settings: bool
-) -> tuple[LoopSpec, ...]:
-    splits = plan.splits
-    specs: list[LoopSpec] = []
-    for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
-        may_report = is_loop or level.reduced or level.walker  # only the outermost loop does
-        spec = LoopSpec(
-            level.chunks,
-            # A numbered level passes on the places along the levels around it.
-            plan.in_axes[around] + (None,) * around if splits else plan.in_axes[around],
-            is_loop,
-            reduced=level.reduced,
-            numbered=bool(splits),
-            **settings,
-            observer=observer if may_report else None,
-            derivative=level.derivative if is_loop else None,
-            walker=level.walker,
+    levels: list[Level] = []
+    for around, level in enumerate(plan.levels):
+        may_report = level.is_loop or level.reduced or level.walker  # only the outermost loop does
+        levels.append(
+            dataclasses.replace(
+                level,
+                # A numbered level passes on the places along the levels around it.
+                in_axes=level.in_axes + (None,) * around if plan.splits else level.in_axes,
+                numbered=bool(plan.splits),
+                checkpoint=checkpoint,
+                differentiable=differentiable,
+                observer=observer if may_report else None,
+            )
         )
-        specs.append(spec)
         observer = None if may_report else observer
-    return tuple(specs)
+    plan, form = dataclasses.replace(plan, levels=tuple(levels)), form_of(options)
+    takes_chunks, passes = form is not None and form.takes_chunks, passes_of(options)
+    rules, reductions = options.rules, options.reduce
+    return Nest(plan, inputs, reductions, differentiable, rules, passes, takes_chunks)
+
+
+def nest_without_loops(plan: Plan) -> Nest:
+    """Build the nested maps of a plan that has no loop, which no option changes."""
+    return nest_of(plan, plan.mapped, Options(), differentiable=False)

@@ -55,7 +55,7 @@ from rankax.core.hooks import (
 from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
 from rankax.core.loop.spec import PLACE, index_without_fill, item_key
 from rankax.core.options import Options
-from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Nesting, Tiles
+from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Plan, Tiles
 from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.core.trace.programs import ItemProgram, evaluate, trace_item, with_shape
@@ -105,10 +105,10 @@ class Bound(abc.ABC):
     axis_name: Hashable | None = dataclasses.field(default=None, kw_only=True)
 
     @abc.abstractmethod
-    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
         """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight."""
 
-    def plan_whole(self, options: Options) -> Nesting:
+    def plan_whole(self, options: Options) -> Plan:
         """Plan the call without chunks, whatever the options say."""
         return self.plan(options, None)
 
@@ -127,19 +127,19 @@ class Bound(abc.ABC):
         """The leaves that have an axis for the items if the kernel takes a batch itself."""
 
     @abc.abstractmethod
-    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+    def call(self, leaves: Sequence[Any], plan: Plan) -> Any:
         """Call the kernel with other leaves."""
 
-    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+    def evaluate(self, leaves: Sequence[Any], plan: Plan) -> Any:
         """Evaluate the kernel with other leaves, such as the leaves of one item."""
         if self.form is None:
             return self.call(leaves, plan)
         return self.form.evaluate(self, leaves, plan)
 
-    def in_one_piece(self, plan: Nesting) -> Any:
+    def in_one_piece(self, plan: Plan) -> Any:
         """Evaluate a map that has no loop."""
         on_item = self.on_item(plan)
-        if not plan.plan.levels:
+        if not plan.levels:
             return on_item()
         nest = nest_without_loops(plan)
         trees: list[Any] = []
@@ -153,7 +153,7 @@ class Bound(abc.ABC):
         outs = nest.map_at_once(flat, [self.leaves[i] for i in plan.mapped])
         return jax.tree.unflatten(trees[-1], outs)
 
-    def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
+    def part(self, plan: Plan, shape: tuple[int, ...]) -> Self:
         """Return the call for a part of this batch shape, to be planned: its leaves are shapes."""
         leaves = list(self.leaves)
         for i, axes in zip(plan.mapped, plan.batch_axes, strict=True):
@@ -168,7 +168,7 @@ class Bound(abc.ABC):
                 leaves[i] = shape_of(leaves[i], core)
         return dataclasses.replace(self, leaves=leaves, cut=shape)
 
-    def reshaped(self, plan: Nesting) -> list[Any]:
+    def reshaped(self, plan: Plan) -> list[Any]:
         """Return the leaves, of which those that are not mapped have the shape for one item."""
         leaves = list(self.leaves)
         for position, shape in plan.reshaped:
@@ -176,7 +176,7 @@ class Bound(abc.ABC):
                 leaves[position] = jnp.reshape(leaves[position], shape)
         return leaves
 
-    def on_item(self, plan: Nesting) -> Callable[..., Any]:
+    def on_item(self, plan: Plan) -> Callable[..., Any]:
         """Return the kernel as a function of one item of each mapped leaf, then split numbers."""
         whole = self.reshaped(plan)
         positions = [*plan.mapped, *(split.position for split in plan.splits)]
@@ -194,23 +194,23 @@ class Bound(abc.ABC):
                 if split.position == NO_ARRAY:
                     marks.append(number < self.lengths[axes[0]])
                     continue
-                shape, key = plan.plan.batch_shape, leaves[split.position]
+                shape, key = plan.batch_shape, leaves[split.position]
                 number = index_without_fill(number, shape, axes, self.lengths)
                 leaves[split.position] = item_key(key, number)
             if not marks:
                 return self.evaluate(leaves, plan)
             counts = functools.reduce(operator.and_, marks)
-            if plan.plan.reduced:
+            if plan.reduced:
                 return Marked(self.evaluate(leaves, plan), counts)
             return _gated_item(self.fun, lambda: self.evaluate(leaves, plan), counts)
 
         return on_item
 
-    def trace(self, plan: Nesting, reductions: Reductions | None = None) -> ItemProgram:
+    def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the kernel for one item; loops evaluate this program."""
         return self.trace_on(self.on_item(plan), self.types_of_item(plan), plan, reductions)
 
-    def types_of_item(self, plan: Nesting) -> list[Any]:
+    def types_of_item(self, plan: Plan) -> list[Any]:
         """Return the types of the mapped leaves of one item, then of the split numbers."""
         avals = [
             with_shape(jax.typeof(self.leaves[i]), core)
@@ -222,14 +222,14 @@ class Bound(abc.ABC):
         self,
         fun: Callable[..., Any],
         avals: Sequence[Any],
-        plan: Nesting,
+        plan: Plan,
         reductions: Reductions | None,
     ) -> ItemProgram:
         """Trace a function of arrays of these types, which is the kernel for one item."""
         if reductions is None:
             inputs: Any = lambda *items: (items, {})  # noqa: E731
             return trace_item(fun, inputs, avals, self.out_axes, self.axis_name)
-        total = math.prod(plan.plan.batch_shape[axis] for axis in plan.plan.reduced)
+        total = math.prod(plan.batch_shape[axis] for axis in plan.reduced)
         total = total if reductions.of_run is None else reductions.of_run
         return trace_reduced(fun, avals, reductions, total)
 
@@ -273,7 +273,7 @@ class Traced(NamedTuple):
     bound: Bound
     options: Options
     place: Placement
-    whole: Nesting  # the plan of the whole batch, without chunks
+    whole: Plan  # the plan of the whole batch, without chunks
     item: ItemProgram
     layout: Layout
 
@@ -281,14 +281,14 @@ class Traced(NamedTuple):
 class Fitted(NamedTuple):
     """How a call runs; extensions change it (`core/hooks.py`, `CHOOSERS`)."""
 
-    planner: Callable[[Options], Nesting]  # plans one part
+    planner: Callable[[Options], Plan]  # plans one part
     options: Options
     found: dict[str, Any]  # what the plan shows
     tiles: Tiles = WHOLE_CHUNKS
     is_walked: bool = False  # otherwise it may be evaluated without its traced program
 
     @property
-    def plan(self) -> Nesting:
+    def plan(self) -> Plan:
         """The plan of one part."""
         return self.planner(self.options)
 
@@ -337,12 +337,12 @@ def _program(call: Traced, observer: Observer | None, *, is_now: bool) -> Progra
         return None
     plan, options = fitted.plan, fitted.options
     for warn in WARNINGS.of(options):
-        warn(call, plan.plan)
+        warn(call, plan)
     if observer is not None:
-        is_shown = layout or plan.plan.steps > 1
+        is_shown = layout or plan.steps > 1
         observer = observer.of_parts(layout.count) if is_shown else None
 
-    def nest(plan: Nesting, observer: Observer | None = None) -> Nest:
+    def nest(plan: Plan, observer: Observer | None = None) -> Nest:
         plan = dataclasses.replace(plan, splits=whole.splits)  # numbered within the whole batch
         return nest_of(plan, whole.mapped, options, observer, differentiable=not is_now)
 
@@ -353,21 +353,16 @@ def _program(call: Traced, observer: Observer | None, *, is_now: bool) -> Progra
     return functools.partial(layout.walk, nests)
 
 
-def untraced(bound: Bound, options: Options, place: Placement) -> Nesting | None:
+def untraced(bound: Bound, options: Options, place: Placement) -> Plan | None:
     """Return the plan of a call that is evaluated without tracing its kernel first."""
     if options.reduce is not None:
         return None
     plan = bound.plan(options)
     is_asked = any(hook(bound, options, plan) for hook in TRACED.of(options))
-    if is_empty(plan):
+    if plan.is_empty:
         return None if is_asked else bound.plan_whole(options)
-    is_traced = is_asked or place or any(plan.loops) or bound.is_kept
+    is_traced = is_asked or place or plan.has_loop or bound.is_kept
     return None if is_traced else plan
-
-
-def is_empty(plan: Nesting) -> bool:
-    """Whether there is no item, or no batch."""
-    return not plan.plan.levels or 0 in plan.plan.batch_shape
 
 
 def traced(bound: Bound, options: Options, place: Placement) -> Traced:
@@ -382,7 +377,7 @@ def traced(bound: Bound, options: Options, place: Placement) -> Traced:
 def fit(call: Traced) -> Fitted:
     """Choose how a call runs: tiles, and what extensions choose."""
     bound, options, item, layout = call.bound, call.options, call.item, call.layout
-    if is_empty(call.whole):
+    if call.whole.is_empty:
         return Fitted(lambda _: call.whole, options, {}, is_walked=True)
     part = bound.part(call.whole, layout.shapes()[-1]) if layout else bound
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
@@ -392,4 +387,4 @@ def fit(call: Traced) -> Fitted:
     for choose in CHOOSERS.of(options):
         fitted = choose(call, part, fitted) or fitted
     is_walked = fitted.is_walked or layout or options.reduce or bound.is_kept
-    return fitted._replace(is_walked=bool(is_walked or any(fitted.plan.loops)))
+    return fitted._replace(is_walked=bool(is_walked or fitted.plan.has_loop))

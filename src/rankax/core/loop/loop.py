@@ -65,8 +65,8 @@ from jax.sharding import AxisType, PartitionSpec
 from rankax.core.base.arrays import as_weak, counted, has_tangent, scalar, zeros
 from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, pays_to_lend, with_slope
-from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
-from rankax.core.plan.schedule import Chunks
+from rankax.core.loop.spec import PLACE, vmap_level
+from rankax.core.plan.schedule import Chunks, Level
 from rankax.core.trace.derivatives import has_refs, keep_rules
 from rankax.core.trace.programs import evaluate, with_axis
 
@@ -477,7 +477,7 @@ def sinks_of(folds: Sequence[Sink], kept: Sequence[int], **settings: bool) -> Si
 
 
 def map_level(
-    fun: Callable[..., Any], level: LoopSpec, out_axes: Sequence[int | None], *, back: bool
+    fun: Callable[..., Any], level: Level, out_axes: Sequence[int | None], *, back: bool
 ) -> Callable[..., list[Any]]:
     """Return ``fun`` mapped over a level; it takes arrays and returns a list of arrays or trees."""
     if not level.is_loop:
@@ -493,7 +493,7 @@ def map_level(
 def run_loop(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
-    level: LoopSpec,
+    level: Level,
     out_axes: Sequence[int | None],
     folds_of: SinksOf,
     *,
@@ -507,7 +507,7 @@ def run_loop(
     ----------
     fun : callable
     leaves : sequence of arrays
-    level : LoopSpec
+    level : Level
     out_axes : sequence of int or None
         Where a chunk has its items in each output of ``fun``. None: an output that is the same for
         all items; in chunks of one item, anything, which is passed on as it is.
@@ -585,7 +585,7 @@ def run_loop(
 def _on_chunk(
     on_items: Callable[..., Any],
     axes: Sequence[int],
-    level: LoopSpec,
+    level: Level,
     chunks: Chunks,
     out_axes: Sequence[int | None],
     *,
@@ -597,7 +597,7 @@ def _on_chunk(
     """
     if chunks.tile is not None:
         tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
-        within = LoopSpec(
+        within = Level(
             tiles,
             tuple(axes),
             checkpoint=level.checkpoint,
@@ -635,7 +635,7 @@ def _scan_chunks(
     chunk_at: Callable[[Any, _Operands], Any],
     operands: _Operands,
     lent: Sequence[int],
-    level: LoopSpec,
+    level: Level,
     chunks: Chunks,
     folds: Sequence[Sink],
     slots: TileSlots,

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""One level of a nest as data, how its items are numbered and read, and a split key for each.
-
-A nest has one `LoopSpec` for each level, outermost level first: all that says how the level is
-walked. They are part of the key of memory measurements (`ext/memory/choose.py`), so the
-key has every new option of loops.
+"""How the items of the levels of a nest are numbered and read, and a split key for each.
 
 ``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says for which
 generators). So there is no array of keys: `item_key` makes the key where the item is evaluated
 (`Bound.on_item`).
 
 The number comes from the places of the item: each level of a nest passes the place of the item
-along it as the last input of the function that it maps (`LoopSpec.numbered`). In a loop this is the
+along it as the last input of the function that it maps (`Level.numbered`). In a loop this is the
 start of the chunk plus a count within it. An array of numbers as one more operand would be simpler,
 but it is as long as the batch, and compiled programs do store it. The places become one number
 just outside the program of one item (`number_items`), so that this program does not depend on how
@@ -18,7 +14,6 @@ the levels are cut. A nest over a part of a batch numbers the items within the w
 the splits of the whole batch, and where the part begins along each axis.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,52 +25,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from rankax.core.base.arrays import counted, flat_index, places_of, scalar
-from rankax.core.plan.schedule import Chunks, Level, Shape, Split
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopSpec:
-    """How the items along one axis are evaluated.
-
-    Attributes
-    ----------
-    chunks : Chunks
-        The length of the axis, and the chunks that it is cut into.
-    in_axes : tuple of int or None
-        Where each leaf has the axis.
-    is_loop : bool
-        Whether chunks are evaluated one after another. Otherwise `jax.vmap` maps the axis.
-    reduced : bool
-        Whether the items are folded. Otherwise their outputs are stored.
-    numbered : bool
-        Whether each item takes its place along the axis as its last input.
-    checkpoint : bool
-        Whether the reverse pass computes each chunk again instead of storing its intermediates.
-    linear : bool
-        Whether a derivative needs no carry of a step. Otherwise steps are checkpointed as a whole,
-        so that what they compute is not stored either.
-    differentiable : bool
-        Whether the loop may be differentiated.
-    observer : Observer or None
-        Who is told of the steps of the loop (`core/hooks.py`).
-    derivative : Chunks or None
-        The chunks of a derivative, if they are others.
-    walker : Walker or None
-        What walks the items of this level in place of a loop over chunks (`core/hooks.py`).
-    """
-
-    chunks: Chunks
-    in_axes: tuple[int | None, ...]
-    is_loop: bool = True
-    reduced: bool = False
-    numbered: bool = False
-    checkpoint: bool = True
-    linear: bool = True
-    differentiable: bool = False
-    observer: Any = None
-    derivative: Chunks | None = None
-    walker: Any = None
-
+from rankax.core.plan.schedule import Level, Shape, Split
 
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
 _UNSAFE, _SAFE = "unsafe_rbg", "rbg"
@@ -171,24 +121,24 @@ def _times(place: Any, stride: Any) -> Any:
     return place * jnp.asarray(stride).astype(PLACE.dtype)  # a symbolic shape
 
 
-def lengths_of(levels: Sequence[LoopSpec]) -> list[int]:
+def lengths_of(levels: Sequence[Level]) -> list[int]:
     """Return how many items each level has."""
     return [level.chunks.length for level in levels]
 
 
-def items_at(leaves: Sequence[Any], index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
+def items_at(leaves: Sequence[Any], index: Any, levels: Sequence[Level]) -> list[Any]:
     """Return what the item with this flat index is evaluated from."""
     places = places_of(index, lengths_of(levels))
     items = [item_of(leaf, i, places, levels) for i, leaf in enumerate(leaves)]
     return [*items, *own_places(places, levels)]
 
 
-def own_places(places: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
+def own_places(places: Sequence[Any], levels: Sequence[Level]) -> list[Any]:
     """Return the last inputs of an item."""
     return [place.astype(PLACE.dtype) for place in places if levels[0].numbered]
 
 
-def item_of(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
+def item_of(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[Level]) -> Any:
     """Return the item of leaf ``i`` at these places.
 
     It is read along all levels at once, so that `jax.vmap` makes it one gather.
@@ -205,7 +155,7 @@ def item_of(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]
     return lax.squeeze(window, list(starts))
 
 
-def vmap_level(fun: Callable[..., Any], level: LoopSpec, out_axes: Any = 0) -> Callable[..., Any]:
+def vmap_level(fun: Callable[..., Any], level: Level, out_axes: Any = 0) -> Callable[..., Any]:
     """Return `jax.vmap` of ``fun``; if numbered, each item takes its place as its last input."""
     in_axes, size = level.in_axes, level.chunks.length
     if not level.numbered:

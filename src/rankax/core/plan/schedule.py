@@ -2,11 +2,12 @@
 """Plan a call: shapes divided by their ranks, the levels that cover the batch, and the nesting.
 
 Batch axes agree by NumPy's rules, core dimensions by name. Disagreements are returned as data;
-`rankax.core.plan.report` words them. `plan_nesting`, at the end, does all of it.
+`rankax.core.plan.report` words them. `plan_ranks`, at the end, does all of it; `plan_axis` plans a
+call that maps one axis.
 
 A chunk fills the levels from the innermost outwards. A batch that fits one chunk has one level per
-axis, all plain `jax.vmap`, as if there were no bound (but see `loops_of`). Otherwise, adjacent axes
-that all leaves map alike are merged first, so that a chunk can span them.
+axis, all plain `jax.vmap`, as if there were no bound (but see `plan_levels`). Otherwise, adjacent
+axes that all leaves map alike are merged first, so that a chunk can span them.
 
 A chunk size that divides an axis is preferred, even at the cost of a quarter more steps: it needs
 no overlap, and along axis 0 a derivative then copies nothing. If none is that close, the last chunk
@@ -19,8 +20,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from rankax.core.base.messages import function_location, function_name
 from rankax.core.declare.dims import Dim, Rank
@@ -50,6 +52,10 @@ class LeafPlan:
         The rank as it was declared; ignored in comparisons.
     is_split : bool
         Whether its rank is `rankax.SplitKey`.
+    position : int
+        Which leaf of the call it is.
+    axis : int
+        Where its batch axes are: in front, or where ``in_axes`` says.
     """
 
     path: str
@@ -59,17 +65,25 @@ class LeafPlan:
     batch_axes: Shape
     written: Rank = dataclasses.field(compare=False)
     is_split: bool = False
+    position: int = dataclasses.field(default=-1, repr=False)
+    axis: int = dataclasses.field(default=0, repr=False)
 
     @property
     def declared(self) -> str:
         """The rank as it was written."""
         return str(self.written)
 
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array, not only a shape."""
+        return self.position != NO_ARRAY
 
-def leaf_plan(path: str, shape: Shape, rank: Rank) -> LeafPlan:
+
+def leaf_plan(path: str, shape: Shape, rank: Rank, position: int = -1) -> LeafPlan:
     """Divide a shape by its rank; one with too few axes has no batch axes."""
     batch = max(0, len(shape) - rank.rank)
-    return LeafPlan(path, shape, rank.rank, shape[batch:], shape[:batch], rank, rank.is_split)
+    core, batch_axes = shape[batch:], shape[:batch]
+    return LeafPlan(path, shape, rank.rank, core, batch_axes, rank, rank.is_split, position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +168,6 @@ class Split:
 def plan_splits(
     fun: Callable[..., Any],
     leaves: Sequence[LeafPlan],
-    positions: Sequence[int],
     batch_shape: Shape,
 ) -> tuple[Split, ...]:
     """Return how items are counted for each key that is split; keys without absent axes are not.
@@ -163,8 +176,8 @@ def plan_splits(
     ----------
     fun : callable
         The kernel.
-    leaves, positions : sequences of equal length
-        Every leaf that has a rank, and its leaf position.
+    leaves : sequence of LeafPlan
+        Every leaf that has a rank.
     batch_shape : tuple of int
 
     Raises
@@ -173,7 +186,7 @@ def plan_splits(
         If a key would be split into more than 2**32 keys.
     """
     splits: list[Split] = []
-    for leaf, position in zip(leaves, positions, strict=True):
+    for leaf in leaves:
         if not leaf.is_split:
             continue
         count: Any = 1  # symbolic shapes are not ints
@@ -189,7 +202,7 @@ def plan_splits(
                 f"themselves, such as jax.random.split({leaf.path}, n) for an axis of length n"
             )
         if any(strides):
-            splits.append(Split(position, tuple(reversed(strides))))
+            splits.append(Split(leaf.position, tuple(reversed(strides))))
     return tuple(splits)
 
 
@@ -291,49 +304,72 @@ WHOLE_CHUNKS = Tiles()
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """One map of the nest.
+    """One map of the nest: how the items along some axes of the batch are evaluated.
 
     Attributes
     ----------
-    size : int
-        The number of items along this level.
-    tile : int
-        How many of them are evaluated at once; ``size`` where the level is a plain `jax.vmap`.
+    chunks : Chunks
+        The number of items along this level, and the chunks that they are cut into.
+    in_axes : tuple of int or None
+        Where each mapped leaf has these items, once the levels around this one have taken theirs.
     axes : tuple of int
         The axes of the batch shape that this level covers; several where adjacent ones are merged.
     mapped : tuple of bool
         For each ranked leaf, whether this level maps it; the others are passed whole.
     reduced : bool
-        Whether the items along this level are reduced.
-    chunk : int or None
-        If no good tile divides the level: how many items a chunk has, which is cut by itself.
+        Whether the items are folded. Otherwise their outputs are stored.
+    is_loop : bool
+        Whether chunks are evaluated one after another. Otherwise `jax.vmap` maps the level.
     derivative : Chunks or None
-        How a derivative walks this level, if in other tiles.
+        The chunks of a derivative, if they are others.
     walker : object
-        What walks the items along this level in place of a loop, such as lanes; ``str`` says how.
+        What walks the items of this level in place of a loop, such as lanes; ``str`` says how.
+    numbered : bool
+        Whether each item takes its place along the level as its last input.
+    checkpoint : bool
+        Whether the reverse pass computes each chunk again instead of storing its intermediates.
+    linear : bool
+        Whether a derivative needs no carry of a step. Otherwise steps are checkpointed as a whole,
+        so that what they compute is not stored either.
+    differentiable : bool
+        Whether the loop may be differentiated.
+    observer : Observer or None
+        Who is told of the steps of the loop (`core/hooks.py`).
     """
 
-    size: int
-    tile: int
-    axes: tuple[int, ...]
-    mapped: tuple[bool, ...]
+    chunks: Chunks
+    in_axes: tuple[int | None, ...] = ()
+    axes: tuple[int, ...] = ()
+    mapped: tuple[bool, ...] = ()
     reduced: bool = False
-    chunk: int | None = None
+    is_loop: bool = True
     derivative: Chunks | None = None
     walker: Any = None
+    numbered: bool = dataclasses.field(default=False, repr=False)
+    checkpoint: bool = dataclasses.field(default=True, repr=False)
+    linear: bool = dataclasses.field(default=True, repr=False)
+    differentiable: bool = dataclasses.field(default=False, repr=False)
+    observer: Any = dataclasses.field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """The number of items along this level."""
+        return self.chunks.length
+
+    @property
+    def tile(self) -> int:
+        """How many of them are evaluated at once; ``size`` where it is a plain `jax.vmap`."""
+        return self.chunks.tile or self.chunks.size
+
+    @property
+    def chunk(self) -> int | None:
+        """If no good tile divides the level: how many items a chunk has, which is cut by itself."""
+        return self.chunks.size if self.chunks.tile else None
 
     @property
     def steps(self) -> int:
         """How many tiles cover this level."""
-        chunk = self.chunk or self.size
-        return -(-chunk // self.tile) * (self.size // chunk) if self.tile else 0
-
-    @property
-    def chunks(self) -> Chunks:
-        """How a call walks this level."""
-        if self.chunk:
-            return Chunks(self.size, self.chunk, self.size // self.chunk, self.tile)
-        return Chunks(self.size, self.tile, self.steps)
+        return -(-self.chunks.size // self.tile) * self.chunks.steps if self.tile else 0
 
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
@@ -359,27 +395,36 @@ def plan_levels(
     """
     aligned = [(None,) * (len(batch_shape) - len(batch)) + batch for batch in batches]
     levels = [
-        Level(size, size, (axis,), tuple(batch[axis] == size for batch in aligned), axis in reduced)
+        Level(
+            Chunks(size, size, 1),
+            axes=(axis,),
+            mapped=tuple([batch[axis] == size for batch in aligned]),
+            reduced=axis in reduced,
+            # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+            is_loop=size == chunk_size == 1 and axis not in reduced,
+        )
         for axis, size in enumerate(batch_shape)
     ]
-    levels.sort(key=lambda level: level.reduced)
+    levels.sort(key=operator.attrgetter("reduced"))
     if chunk_size is None or math.prod(batch_shape) <= chunk_size:
         return tuple(levels)
-    tile, other = (min(chunk_size, best or chunk_size) for best in tiles)
+    tile, other = [min(chunk_size, best or chunk_size) for best in tiles]
     merged = _merged(levels, batch_shape)
     if reduced:  # no output of an item is stored, so the same tiles serve a derivative
         cut = derivative = _cut(merged, tile, tile)
     else:
         cut, derivative = _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other)
     return tuple(
-        dataclasses.replace(
-            level,
-            tile=chunks.tile or chunks.size,
-            chunk=chunks.size if chunks.tile else None,
-            # A level that is mapped whole is no loop, in any direction.
-            derivative=None if other == chunks or chunks.steps == 1 else other,
-        )
-        for level, chunks, other in zip(merged, cut, derivative, strict=True)
+        [
+            dataclasses.replace(
+                level,
+                chunks=chunks,
+                is_loop=chunks.steps > 1 or chunks.tile is not None,
+                # A level that is mapped whole is no loop, in any direction.
+                derivative=None if other == chunks or chunks.steps == 1 else other,
+            )
+            for level, chunks, other in zip(merged, cut, derivative, strict=True)
+        ]
     )
 
 
@@ -394,8 +439,8 @@ def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
         is_alike = (last.mapped, last.reduced) == (level.mapped, level.reduced)
         if merged and is_alike and math.prod(between) == 1:
             size = last.size * level.size
-            axes = last.axes + level.axes
-            merged[-1] = dataclasses.replace(last, size=size, tile=size, axes=axes)
+            chunks, axes = Chunks(size, size, 1), last.axes + level.axes
+            merged[-1] = dataclasses.replace(last, chunks=chunks, axes=axes)
         else:
             merged.append(level)
     return merged
@@ -413,9 +458,14 @@ def _cut(levels: Sequence[Level], chunk_size: int, tile: int) -> list[Chunks]:
     return cut[::-1]
 
 
+InAxes = tuple[int | None, ...]
+
+NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
+
+
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How the items of a call are evaluated.
+class Plan:
+    """How the items of a call are evaluated, and how its arrays enter the nested maps.
 
     Attributes
     ----------
@@ -431,6 +481,18 @@ class Schedule:
         The axes of the batch shape that are reduced.
     reduce : str
         The name of the reduction.
+    sizes : dict
+        Of the named core dimensions.
+    mapped : tuple of int
+        The arrays that some level maps, by their position among the leaves of the call.
+    cores : tuple of shapes
+        Of one item of each of them.
+    batch_axes : tuple of tuples of int or None
+        Where each of them, as passed, has each axis of the batch.
+    reshaped : tuple of (int, shape)
+        The position of an array, and its shape without stretched axes.
+    splits : tuple of Split
+        Of keys of which each item gets its own, and of padded axes.
     """
 
     kernel: str
@@ -439,6 +501,12 @@ class Schedule:
     levels: tuple[Level, ...]
     reduced: tuple[int, ...] = ()
     reduce: str = ""
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    mapped: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    cores: tuple[Shape, ...] = dataclasses.field(default=(), repr=False)
+    batch_axes: tuple[InAxes, ...] = dataclasses.field(default=(), repr=False)
+    reshaped: tuple[tuple[int, Shape], ...] = dataclasses.field(default=(), repr=False)
+    splits: tuple[Split, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def evaluations(self) -> int:
@@ -453,9 +521,7 @@ class Schedule:
     @property
     def in_flight(self) -> int:
         """The number of items evaluated at once, on each device if there are several."""
-        if self.walked is not None:
-            return self.walked
-        return math.prod(level.tile for level in self.levels)
+        return self.walked or math.prod([level.tile for level in self.levels])
 
     @property
     def steps(self) -> int:
@@ -465,44 +531,61 @@ class Schedule:
         """
         if self.walked is not None:
             return -(-self.evaluations // self.walked)
-        return math.prod(level.steps for level in self.levels)
+        return math.prod([level.steps for level in self.levels])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no item, or no batch."""
+        return not self.levels or 0 in self.batch_shape
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether chunks are evaluated one after another."""
+        return any(level.is_loop for level in self.levels)
+
+    def cut(self, chunk_size: int | None, tiles: Tiles = WHOLE_CHUNKS) -> Self:
+        """Return the plan with at most ``chunk_size`` items in flight.
+
+        Parameters
+        ----------
+        chunk_size : int or None
+        tiles : Tiles
+            How many items a tile should have where there are chunks, because that is faster.
+        """
+        leaves, shape = self.leaves, self.batch_shape
+        batches = tuple([leaf.batch_axes for leaf in leaves])
+        levels = plan_levels(batches, shape, chunk_size, frozenset(self.reduced), tiles)
+        in_order = sorted(levels, key=operator.attrgetter("axes"))
+        fronts = [
+            tuple([level.size for level in in_order if level.mapped[i]]) for i in range(len(leaves))
+        ]
+        arrays = [(leaf, new) for leaf, new in zip(leaves, fronts, strict=True) if leaf.is_array]
+        mapped = [i for i, leaf in enumerate(leaves) if fronts[i] and leaf.is_array]
+        return dataclasses.replace(
+            self,
+            levels=tuple(
+                [
+                    dataclasses.replace(level, in_axes=_in_axes(levels[n:], leaves, mapped))
+                    for n, level in enumerate(levels)
+                ]
+            ),
+            mapped=tuple([leaves[i].position for i in mapped]),
+            cores=tuple([leaves[i].core_shape for i in mapped]),
+            batch_axes=tuple([_batch_axes(leaves[i], shape) for i in mapped]),
+            reshaped=tuple(
+                [(x.position, new + x.core_shape) for x, new in arrays if new != x.batch_axes]
+            ),
+        )
 
 
-# The plan of a call, and how its leaves enter the nested maps.
-
-InAxes = tuple[int | None, ...]
-
-NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
-
-
-@dataclasses.dataclass(frozen=True)
-class Nesting:
-    """A plan, and what follows from it for the arrays of a call.
-
-    Arrays are identified by their leaf position.
-    """
-
-    plan: Schedule
-    sizes: Mapping[str, int] = dataclasses.field(hash=False)  # of the named core dimensions
-    mapped: tuple[int, ...]  # the arrays that some level maps
-    cores: tuple[Shape, ...]  # of one item of each of them
-    batch_axes: tuple[InAxes, ...]  # where each of them, as passed, has each axis of the batch
-    in_axes: tuple[InAxes, ...]  # per level, for the mapped arrays
-    loops: tuple[bool, ...]  # per level, whether its chunks are evaluated one after another
-    reshaped: tuple[tuple[int, Shape], ...] = ()  # array, and its shape without stretched axes
-    splits: tuple[Split, ...] = ()  # of keys of which each item gets its own, and of padded axes
-
-
-def plan_nesting(
+def plan_ranks(
     fun: Callable[..., Any],
     arrays: Sequence[tuple[int, str, Shape, Rank]],
     error: Callable[..., Exception],
-    chunk_size: int | None,
-    tiles: Tiles = WHOLE_CHUNKS,
     reduce: str = "",
     reduce_axis: int | tuple[int, ...] | None = (),
-) -> Nesting:
-    """Check the shapes of a call, and plan it.
+) -> Plan:
+    """Check the shapes of a call whose arrays have ranks, and plan it without chunks.
 
     Parameters
     ----------
@@ -513,10 +596,6 @@ def plan_nesting(
     error : callable
         Returns what is raised, from all leaves, their ranks, their clashes, and the sizes of the
         named core dimensions: see `rankax.core.plan.report.call_error`.
-    chunk_size : int or None
-        How many items may be in flight.
-    tiles : Tiles
-        How many items a tile should have where there are chunks, because that is faster.
     reduce, reduce_axis
         The name of the reduction, and the axes that it reduces, as the caller says it: None is all
         of them, and by default there are none.
@@ -528,7 +607,7 @@ def plan_nesting(
     ValueError
         If an axis to reduce is out of range, or named twice.
     """
-    leaves = tuple(leaf_plan(path, shape, rank) for _, path, shape, rank in arrays)
+    leaves = [leaf_plan(path, shape, rank, i) for i, path, shape, rank in arrays]
     ranks = [rank for *_, rank in arrays]
     sizes: dict[str, int] = {}
     whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank]
@@ -537,40 +616,38 @@ def plan_nesting(
     clashes += batch_clashes
     if clashes or len(whole) < len(leaves):
         raise error(leaves, ranks, clashes, sizes)
-    batches = tuple(leaf.batch_axes for leaf in leaves)
     axes = reduced_axes(fun, reduce_axis, batch_shape)
-    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), tiles)
-    plan = Schedule(function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduce)
-    positions = [position for position, *_ in arrays]
-    in_order = sorted(plan.levels, key=lambda level: level.axes)
-    batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
-    mapped = [i for i, shape in enumerate(batch) if shape and positions[i] != NO_ARRAY]
-    return Nesting(
-        plan,
-        sizes,
-        tuple(positions[i] for i in mapped),
-        tuple(leaves[i].core_shape for i in mapped),
-        tuple(_batch_axes(leaves[i].batch_axes, batch_shape) for i in mapped),
-        tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
-        loops_of(levels, chunk_size),
-        tuple(
-            (position, shape + leaf.core_shape)
-            for position, shape, leaf in zip(positions, batch, leaves, strict=True)
-            if shape != leaf.batch_axes and position != NO_ARRAY
-        ),
-        plan_splits(fun, leaves, positions, batch_shape),
-    )
+    splits = plan_splits(fun, leaves, batch_shape)
+    plan = Plan(function_name(fun), batch_shape, tuple(leaves), (), axes, reduce, sizes)
+    return dataclasses.replace(plan, splits=splits).cut(None)
 
 
-def loops_of(levels: Sequence[Level], chunk_size: int | None) -> tuple[bool, ...]:
-    """Say which levels are loops.
+@functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
+def plan_axis(
+    name: str,
+    length: int,
+    arrays: tuple[tuple[int, Shape, int], ...],
+    chunk_size: int | None,
+    tiles: Tiles = WHOLE_CHUNKS,
+    reduce: str = "",
+) -> Plan:
+    """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
 
-    With a bound of 1 even a single item is a chunk, so that branches are always branches.
+    Parameters
+    ----------
+    arrays : tuple of (position, shape, axis)
+        Each array that is mapped.
+    chunk_size, tiles
+        As in `Plan.cut`.
+    reduce : str
+        The name of the reduction of the axis, if there is one.
     """
-    return tuple(
-        level.tile != level.size or (level.size == chunk_size == 1 and not level.reduced)
-        for level in levels
-    )
+    leaves = [
+        LeafPlan("", x, len(x) - 1, x[:at] + x[at + 1 :], (length,), Rank(len(x) - 1), False, i, at)
+        for i, x, at in arrays
+    ]
+    axes = (0,) if reduce else ()
+    return Plan(name, (length,), tuple(leaves), (), axes, reduce).cut(chunk_size, tiles)
 
 
 def reduced_axes(
@@ -593,21 +670,20 @@ def reduced_axes(
     return axes
 
 
-def _batch_axes(leaf: Shape, batch_shape: Shape) -> InAxes:
-    """Return where a leaf with these batch axes has each axis of the batch."""
-    absent = len(batch_shape) - len(leaf)
-    return tuple(
-        axis - absent if axis >= absent and leaf[axis - absent] == size else None
-        for axis, size in enumerate(batch_shape)
-    )
+def _batch_axes(leaf: LeafPlan, batch_shape: Shape) -> InAxes:
+    """Return where a leaf, as passed, has each axis of the batch."""
+    absent = len(batch_shape) - len(leaf.batch_axes)
+    pairs = enumerate(zip(leaf.batch_axes, batch_shape[absent:], strict=True))
+    return (*[None] * absent, *[leaf.axis + i if n == size else None for i, (n, size) in pairs])
 
 
-def _in_axes(levels: Sequence[Level], mapped: Sequence[int]) -> InAxes:
+def _in_axes(levels: Sequence[Level], leaves: Sequence[LeafPlan], mapped: Sequence[int]) -> InAxes:
     """Return where each leaf has the first of these levels, while those inside are there too."""
     first, *inside = levels
+    before = [level.mapped for level in inside if level.axes < first.axes]
     return tuple(
-        sum(level.mapped[i] and level.axes < first.axes for level in inside)
-        if first.mapped[i]
-        else None
-        for i in mapped
+        [
+            leaves[i].axis + sum(own[i] for own in before) if first.mapped[i] else None
+            for i in mapped
+        ]
     )

@@ -50,8 +50,8 @@ from rankax.core.loop.loop import (
     steps_of,
 )
 from rankax.core.loop.shared import MOST_PLAIN, add_exactly
-from rankax.core.loop.spec import LoopSpec, items_at, vmap_level
-from rankax.core.plan.schedule import Chunks
+from rankax.core.loop.spec import items_at, vmap_level
+from rankax.core.plan.schedule import Chunks, Level
 
 State = Any  # a pytree of arrays, each with slots
 
@@ -355,7 +355,7 @@ class Row:
 
     item: Callable[..., list[jax.Array]]  # from one item of each leaf to its outputs
     leaves: tuple[Any, ...]
-    levels: tuple[LoopSpec, ...]
+    levels: tuple[Level, ...]
     jaxpr: Jaxpr  # the program of an item
     rules: Rules
     count_of_outputs: int
@@ -481,7 +481,7 @@ class Row:
         return [*ends_of(steps, held, held), *(self.split(outs[i]) for i in kept)]
 
     def _tiles(
-        self, steps: Steps, kept: Sequence[int], level: LoopSpec, below: Sequence[LoopSpec]
+        self, steps: Steps, kept: Sequence[int], level: Level, below: Sequence[Level]
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
@@ -508,7 +508,7 @@ class Row:
         return loop
 
     def _item_by_item(
-        self, fun: Callable[..., list[Any]], steps: Steps, kept: int, level: LoopSpec, each: int
+        self, fun: Callable[..., list[Any]], steps: Steps, kept: int, level: Level, each: int
     ) -> Callable[..., list[Any]]:
         """Return the loop over one level whose items are loops themselves."""
         length = level.chunks.length

@@ -38,7 +38,8 @@ from rankax.core.base.trees import (
     subtrees_with_entries,
 )
 from rankax.core.hooks import HINTS, Rules
-from rankax.core.loop.spec import LoopSpec, items_at
+from rankax.core.loop.spec import items_at
+from rankax.core.plan.schedule import Level
 from rankax.core.reduce.extrema import Arg
 from rankax.core.reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
 from rankax.core.reduce.row import Accumulation, Row
@@ -318,7 +319,7 @@ class RowReduction:
     ----------
     item_of : callable
         Makes the function of one item from the constants of its program.
-    levels : tuple of LoopSpec
+    levels : tuple of Level
         The levels of the row, outermost first.
     outputs : tuple of Outputs
         As `trace_reduced` returns them.
@@ -329,7 +330,7 @@ class RowReduction:
     """
 
     item_of: Callable[[Sequence[Any]], Callable[..., list[Any]]]
-    levels: tuple[LoopSpec, ...]
+    levels: tuple[Level, ...]
     outputs: tuple[Outputs, ...]
     reductions: Reductions
     jaxpr: Jaxpr

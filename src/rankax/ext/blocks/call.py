@@ -28,7 +28,7 @@ from rankax.core.base.trees import leaves_with_names
 from rankax.core.call.bind import BoundKernel, is_array, is_number
 from rankax.core.hooks import METHODS
 from rankax.core.options import DEFAULTS, Options
-from rankax.core.plan.schedule import Schedule
+from rankax.core.plan.schedule import Plan
 from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.ext.blocks import programs
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
@@ -191,7 +191,7 @@ def check_dtype(dtype: Any, subject: str, path: str) -> None:
 
 
 def _batch_chunks(
-    plan: Schedule, arrays: Sequence[tuple[Any, Any]], site: str, storing: str | None
+    plan: Plan, arrays: Sequence[tuple[Any, Any]], site: str, storing: str | None
 ) -> BatchChunks:
     """Return the chunks of the batch, which end wherever those of any array do.
 
@@ -242,7 +242,7 @@ class _BlockCall:
     """A call that has been checked, and its arrays as inputs of the backend."""
 
     setup: programs.Setup
-    plan: Schedule
+    plan: Plan
     backend: Backend
     batch: Batch
     numbers: list[Any]

@@ -121,7 +121,7 @@ class Setup:
         call = self.call(values)
         if not any(isinstance(value, Ragged) for value in values):
             if self.is_ragged and options.reduce is not None:
-                *front, count = call.plan_whole(options).plan.batch_shape
+                *front, count = call.plan_whole(options).batch_shape
                 call.lengths = {len(front): count}
             return run(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.

@@ -113,7 +113,7 @@ class CallItems:
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
         self.call, self.plan = call, call.plan_whole(options)
-        self.shape = self.plan.plan.batch_shape
+        self.shape = self.plan.batch_shape
 
     def lengths(self, index: Index) -> Shape:  # noqa: ARG002
         """Return the numbers of rows of a ragged item, on which its shapes depend."""

@@ -36,7 +36,7 @@ class RaggedItems(CallItems):
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
         self.call, self.ragged = call, RaggedCall.of(call, None)
-        self.shape = self.ragged.dense.plan.batch_shape
+        self.shape = self.ragged.dense.batch_shape
         self.options = options.replace(batch_shape=self.shape)
 
     def _number(self, index: Index) -> Any:

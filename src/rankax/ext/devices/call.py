@@ -15,7 +15,7 @@ from rankax.core.base.arrays import is_spread
 from rankax.core.call.run import Bound
 from rankax.core.hooks import PLACES, TRIED, Layout, Placement
 from rankax.core.options import Option, Options, register
-from rankax.core.plan.schedule import Nesting
+from rankax.core.plan.schedule import Plan
 from rankax.core.trace.programs import ItemProgram, has_order
 from rankax.ext.devices.mesh import Parts, inside
 from rankax.ext.devices.over_parts import SharedLayout
@@ -45,8 +45,8 @@ class OnDevices(Placement):
         axes = cut_axes(bound, options, self.parts)
         return [put(x, axes.get(i), self.parts[0]) for i, x in enumerate(values)]
 
-    def layout(self, whole: Nesting, item: ItemProgram | None) -> Layout:
-        plan = whole.plan
+    def layout(self, whole: Plan, item: ItemProgram | None) -> Layout:
+        plan = whole
         if item is not None and has_order(item.closed):
             return Layout(plan.batch_shape)
         return SharedLayout(plan.batch_shape, self.parts, whole.batch_axes, plan.reduced)
@@ -64,7 +64,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
         return ()
     whole = bound.plan_whole(options)
     leaves = [bound.leaves[i] for i in whole.mapped]
-    shape, reduced = whole.plan.batch_shape, whole.plan.reduced
+    shape, reduced = whole.batch_shape, whole.reduced
     is_ordered = options.reduce is not None and options.reduce.are_ordered
 
     def is_mergeable(axis: int) -> bool:
@@ -89,7 +89,7 @@ def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[i
     """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
     whole = bound.plan_whole(options)
     axis = parts[0].axis
-    if whole.plan.batch_shape[axis] % parts[0].count:
+    if whole.batch_shape[axis] % parts[0].count:
         return {}
     return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
 

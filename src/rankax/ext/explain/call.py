@@ -11,7 +11,7 @@ from rankax.core.call.bind import BoundKernel
 from rankax.core.call.run import Traced, fit, traced, untraced
 from rankax.core.hooks import METHODS, NOTES, PLANNED, Placement, observed, place_of
 from rankax.core.options import AUTO, Options
-from rankax.core.plan.schedule import Schedule
+from rankax.core.plan.schedule import Plan
 from rankax.ext.bucket import fill_up, marked
 from rankax.ext.explain.plan import BatchPlan, shown
 
@@ -55,18 +55,18 @@ def _planned(bound: BoundKernel, options: Options, place: Placement) -> BatchPla
     call = bound.prepared(options, place)
     found = {"untouched": bound.untouched(), "filled": tuple(bound.lengths.items())}
     if (plan := untraced(call, options, place)) is not None:
-        return shown(plan.plan, **found)
+        return shown(plan, **found)
     with observed(options, bound.name):
         own = traced(call, options, place)
     own = own._replace(item=own.item.whole)
-    fitted, whole = fit(own), own.whole.plan
-    schedule = fitted.plan.plan
+    fitted, whole = fit(own), own.whole
+    schedule = fitted.plan
     found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves, **fitted.found}
     found |= {**own.layout.shown, "notes": _notes(own, schedule)}
     return shown(schedule, **found)
 
 
-def _notes(call: Traced, plan: Schedule) -> tuple[str, ...]:
+def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     """Return what else there is to say about a call."""
     options, jaxpr = call.options, call.item.closed.jaxpr
     notes: list[str] = []

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rankax.core.base.messages import listed, plural, table
 from rankax.core.plan.report import untouched_line
-from rankax.core.plan.schedule import LeafPlan, Level, Schedule, Shape
+from rankax.core.plan.schedule import LeafPlan, Level, Plan, Shape
 
 
 class Cell(NamedTuple):
@@ -27,7 +27,7 @@ class Cell(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchPlan(Schedule):
+class BatchPlan(Plan):
     """The plan of one call of a kernel, as ``print(kernel.plan(...))`` shows it.
 
     Attributes
@@ -152,9 +152,9 @@ class BatchPlan(Schedule):
         return [*notes, *self.notes, *untouched_line(self.untouched)]
 
 
-def shown(schedule: Schedule, **found: Any) -> BatchPlan:
+def shown(schedule: Plan, **found: Any) -> BatchPlan:
     """Return a plan with a schedule, and what else there is to say."""
-    own = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(Schedule)}
+    own = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(Plan)}
     return BatchPlan(**{**own, **found})
 
 

@@ -36,8 +36,8 @@ from rankax.core.loop.loop import (
     steps_of,
     write_chunk,
 )
-from rankax.core.loop.spec import LoopSpec, item_of, items_at, lengths_of, own_places
-from rankax.core.plan.schedule import Chunks, split_into_chunks
+from rankax.core.loop.spec import item_of, items_at, lengths_of, own_places
+from rankax.core.plan.schedule import Chunks, Level, split_into_chunks
 from rankax.core.trace.programs import ItemProgram, has_order, subprograms, with_shape
 from rankax.ext.lanes.engine import Engine, Output
 from rankax.ext.lanes.machine import Machine, cut_program
@@ -94,7 +94,7 @@ def _loop_in_order(jaxpr: Jaxpr) -> str:
 def walk_in_lanes(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
-    levels: Sequence[LoopSpec],
+    levels: Sequence[Level],
     like: ItemProgram | None = None,
     folds: Callable[[Sequence[Any], Chunks], Sequence[Sink]] | None = None,
     tile: int = 1,
@@ -105,7 +105,7 @@ def walk_in_lanes(
     ----------
     fun : callable
     leaves : sequence of arrays
-    levels : sequence of LoopSpec
+    levels : sequence of Level
     like : ItemProgram, optional
         Where the items are in the outputs, and how errors name ``fun``.
     folds : callable, optional
@@ -126,7 +126,7 @@ def walk_in_lanes(
     return Engine(machine, closed.consts, count, lanes, output, rounds, reports).run()
 
 
-def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
+def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[Level]) -> Any:
     """Trace ``fun`` as a function of the number of an item, which closes over the leaves."""
     trace = jax.make_jaxpr(lambda number: fun(*items_at(leaves, number, levels)))
     number = with_shape(jax.ShapeDtypeStruct((), index_dtype(math.prod(lengths_of(levels)))), ())
@@ -140,11 +140,11 @@ def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[L
 def in_lockstep(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
-    levels: Sequence[LoopSpec],
+    levels: Sequence[Level],
     out_axes: Sequence[int | None] = (),
     *,
     sort: bool = True,
-) -> tuple[Callable[..., Any], list[Any], LoopSpec, Callable[[jax.Array], jax.Array], list[Any]]:
+) -> tuple[Callable[..., Any], list[Any], Level, Callable[[jax.Array], jax.Array], list[Any]]:
     """Put the items of all levels on one, in the order of their steps, to be differentiated.
 
     Leaves that all levels map are put in this order, and the others are read item by item. The
@@ -198,7 +198,7 @@ def in_lockstep(
 def _by_steps(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
-    levels: Sequence[LoopSpec],
+    levels: Sequence[Level],
     out_axes: Sequence[int | None],
 ) -> tuple[jax.Array | None, list[Any]]:
     """Return the items in the order of their steps, which lanes count, and those outputs."""
@@ -217,7 +217,7 @@ def _by_steps(
 
 
 def map_in_lockstep(
-    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], like: ItemProgram
+    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[Level], like: ItemProgram
 ) -> list[Any]:
     """Evaluate what `walk_in_lanes` does without folds, to be differentiated."""
     on_item, ordered, level, stored, values = in_lockstep(fun, leaves, levels, like.out_axes)

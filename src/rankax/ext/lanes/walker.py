@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from rankax.core.hooks import CHOOSERS, PASSES, TRACED, TRIED
 from rankax.core.loop.loop import sinks_of
 from rankax.core.options import Options, bool_option, register
-from rankax.core.plan.schedule import Nesting
+from rankax.core.plan.schedule import Chunks, Plan
 from rankax.core.reduce.row import Ordered, Row, Steps
 from rankax.ext.lanes.call import (
     check_lanes,
@@ -81,22 +81,21 @@ class ReversePass:
 _REVERSE = ReversePass()
 
 
-def plan_lanes(whole: Nesting, lanes: LaneWalker) -> Nesting:
+def plan_lanes(plan: Plan, lanes: LaneWalker) -> Plan:
     """Plan a call whose items end by themselves, from its plan without chunks.
 
     The axes that a reduction keeps are walked item by item.
     """
-    plan = whole.plan
     walked = [level.reduced or not plan.reduced for level in plan.levels]
     items = math.prod(level.size for level, own in zip(plan.levels, walked, strict=True) if own)
     lanes = dataclasses.replace(lanes, count=min(lanes.count, items))
     levels = tuple(
-        dataclasses.replace(level, walker=lanes) if own else dataclasses.replace(level, tile=1)
+        dataclasses.replace(level, walker=lanes, is_loop=False)
+        if own
+        else dataclasses.replace(level, chunks=Chunks(level.size, 1, level.size), is_loop=True)
         for level, own in zip(plan.levels, walked, strict=True)
     )
-    plan = dataclasses.replace(plan, levels=levels)
-    loops = tuple(level.walker is None for level in levels)
-    return dataclasses.replace(whole, plan=plan, loops=loops)
+    return dataclasses.replace(plan, levels=levels)
 
 
 def _choose(call: Any, part: Any, fitted: Any) -> Any:
@@ -104,7 +103,7 @@ def _choose(call: Any, part: Any, fitted: Any) -> Any:
     machine, on_cpu = cut_program(call.item.closed), call.options.on_cpu
     before = fitted.planner
 
-    def planner(options: Options) -> Nesting:
+    def planner(options: Options) -> Plan:
         if not machine.ends:
             return before(options)
         lanes = LaneWalker(options.most or most_lanes(machine, on_cpu=on_cpu), ROUNDS[on_cpu])
@@ -117,9 +116,9 @@ def _choose(call: Any, part: Any, fitted: Any) -> Any:
     return fitted._replace(planner=planner, found=found, is_walked=fitted.is_walked or is_walked)
 
 
-def _is_traced(_: Any, __: Options, plan: Nesting) -> bool:
+def _is_traced(_: Any, __: Options, plan: Plan) -> bool:
     """Whether the program of an item is needed: with a batch, also of no items."""
-    return bool(plan.plan.levels)
+    return bool(plan.levels)
 
 
 def _tried(call: Any) -> Iterator[Any]:

@@ -11,11 +11,11 @@ import jax
 from jax.extend.core import Jaxpr
 
 from rankax.core.call.nest import nest_of
-from rankax.core.call.run import Bound, Fitted, Traced, is_empty
+from rankax.core.call.run import Bound, Fitted, Traced
 from rankax.core.hooks import CHOOSERS, NOTES, TRACED, WARNINGS
 from rankax.core.loop.eager_programs import warn_once
 from rankax.core.options import Option, Options, register
-from rankax.core.plan.schedule import Nesting
+from rankax.core.plan.schedule import Plan
 from rankax.core.trace.programs import ItemProgram
 from rankax.ext.memory.budget import MemoryFit, checked_limit
 from rankax.ext.memory.default import default_on_cpu, default_on_gpu, small_steps
@@ -25,7 +25,7 @@ from rankax.ext.memory.limit import fit_to_limit
 def _choose_default(call: Traced, part: Bound, fitted: Fitted) -> Fitted:
     """Bound a reduction that nothing bounds."""
     options = call.options
-    jaxpr, levels = call.item.closed.jaxpr, part.plan_whole(options).plan.levels
+    jaxpr, levels = call.item.closed.jaxpr, part.plan_whole(options).levels
     sizes = tuple(level.size for level in levels)
     if options.on_cpu:
         tile, most = fitted.tiles.forward, options.rules.most_reduced
@@ -49,21 +49,21 @@ def _fit(call: Traced, part: Bound, fitted: Fitted) -> MemoryFit:
     options = call.options.replace(progress=False, jit=False)
     item, inputs = _of_lengths(call), call.whole.mapped
 
-    def plan(chunk_size: int) -> Nesting:
+    def plan(chunk_size: int) -> Plan:
         return fitted.planner(options.replace(chunk_size=chunk_size))
 
     def program(chunk_size: int, checkpoint: bool | None) -> tuple[int, Callable[..., Any]]:
         planned = plan(chunk_size)
         nest = nest_of(planned, inputs, options.replace(checkpoint=checkpoint))
-        own = _of_lengths(call, planned.plan.in_flight)
+        own = _of_lengths(call, planned.in_flight)
         others = own.closed.consts[len(item.closed.consts) :]
 
         def measured(consts: list[Any], leaves: list[Any]) -> list[Any]:
             return jax.tree.leaves(nest.walk(own.with_constants([*consts, *others]), leaves))
 
-        return planned.plan.in_flight, measured
+        return planned.in_flight, measured
 
-    sizes = tuple(level.size for level in plan(1).plan.levels)
+    sizes = tuple(level.size for level in plan(1).levels)
     leaves, key = [part.leaves[i] for i in inputs], (part.plan_whole(options), item.out_axes)
     return fit_to_limit(part.site, options, sizes, item.closed, leaves, program, key)
 
@@ -83,8 +83,8 @@ def _notes(options: Options, jaxpr: Jaxpr, plan: Any) -> list[str]:
     return [] if options.on_cpu else list(filter(None, [small_steps(jaxpr, plan)]))
 
 
-def _is_traced(_: Any, __: Options, plan: Nesting) -> bool:
-    return not is_empty(plan)
+def _is_traced(_: Any, __: Options, plan: Plan) -> bool:
+    return not plan.is_empty
 
 
 CHOOSERS.add("auto", _choose_default)

@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankax.core.plan.schedule import Schedule, even_chunk_size
+from rankax.core.plan.schedule import Plan, even_chunk_size
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, bytes_of_item, operations
 
 _CPU_BYTES = 2**19  # of values that a reduction may have at once; half of a common cache
@@ -73,7 +73,7 @@ def default_on_gpu(jaxpr: Any, sizes: Sequence[int], row: int) -> int | None:
     return None if math.prod(sizes) <= most else even_chunk_size(sizes, most)
 
 
-def small_steps(jaxpr: Any, plan: Schedule) -> str:
+def small_steps(jaxpr: Any, plan: Plan) -> str:
     """Say which chunk size a GPU needs where a call makes many small steps; nothing if it does not.
 
     A step of 2**20 numbers takes an H100 about as long as the launch of its kernels.

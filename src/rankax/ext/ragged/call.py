@@ -123,7 +123,7 @@ class RaggedCall:
     @property
     def is_last_reduced(self) -> bool:
         """Whether the axis of the ragged items is reduced."""
-        return len(self.dense.plan.batch_shape) - 1 in self.dense.plan.reduced
+        return len(self.dense.batch_shape) - 1 in self.dense.reduced
 
     @functools.cached_property
     def groups(self) -> list[Group]:
@@ -201,7 +201,7 @@ class RaggedCall:
             if not self.is_single and i in splits:
                 *front, last = splits[i]
                 role = role._replace(split=last)
-                counts.append(_numbers_in_front(self.dense.plan.batch_shape, front))
+                counts.append(_numbers_in_front(self.dense.batch_shape, front))
             roles.append(role)
             (whole if role.rank is None else mapped).append(leaf)
         return tuple(roles), mapped, counts, whole
@@ -294,7 +294,7 @@ class RaggedCall:
         has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
         if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):
             return bound
-        axis = len(self.dense.plan.batch_shape) - 1
+        axis = len(self.dense.batch_shape) - 1
         return dataclasses.replace(bound, lengths={axis: len(group.items)})
 
     def evaluate(self, bound: BoundKernel) -> Any:

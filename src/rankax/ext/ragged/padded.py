@@ -31,7 +31,7 @@ from rankax.core.loop.eager_programs import opened
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import PLACE, item_key
 from rankax.core.options import Options
-from rankax.core.plan.schedule import Nesting
+from rankax.core.plan.schedule import Plan
 from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.programs import ItemProgram, evaluate, with_variables
@@ -198,7 +198,7 @@ class PaddedCall(BoundKernel):
     padded: Padded = dataclasses.field(kw_only=True)
     given: Sequence[str] = dataclasses.field(kw_only=True)  # what the user calls the leaves
 
-    def trace(self, plan: Nesting, reductions: Reductions | None = None) -> ItemProgram:
+    def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the user's kernel on what the first part of an item reads."""
         padded, rest, mapped = self.padded, self.others, {*plan.mapped}
         split = [key.position for key in plan.splits]
@@ -259,7 +259,7 @@ class _Reading(PaddedCall):
     whole: Sequence[Any] = dataclasses.field(kw_only=True)
     is_read: Sequence[bool] = dataclasses.field(kw_only=True)
 
-    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:  # noqa: ARG002
+    def evaluate(self, leaves: Sequence[Any], plan: Plan) -> Any:  # noqa: ARG002
         values, masks = self.padded.read(leaves[0], leaves[1:], self.whole)
         return [x for x, is_read in zip(values, self.is_read, strict=True) if is_read], masks
 

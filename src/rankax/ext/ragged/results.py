@@ -48,7 +48,7 @@ def call_ragged(
         _check_same_outputs(ragged, bounds)
     outs = list(map(ragged.evaluate, bounds))
     if reductions is None:
-        return _in_order(ragged, outs, len(ragged.dense.plan.batch_shape) - 1)
+        return _in_order(ragged, outs, len(ragged.dense.batch_shape) - 1)
     if ragged.is_direct:
         return outs[0]
     parts = [reductions.structure.flatten_up_to(out) for out in outs]
@@ -57,7 +57,7 @@ def call_ragged(
 
 def _kept_in_order(ragged: RaggedCall, reductions: Reductions, parts: list[list[Any]]) -> list[Any]:
     """Put the results of groups in order, one for each reduction, where their axis is kept."""
-    batch, reduced = ragged.dense.plan.batch_shape, ragged.dense.plan.reduced
+    batch, reduced = ragged.dense.batch_shape, ragged.dense.reduced
     triples = zip(reductions.entries, *parts, strict=True)
     return [
         _in_order(ragged, own, len(batch) - 1 - (0 if entry.is_kept else len(reduced)))
@@ -101,7 +101,7 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
 
 
 def check_one_axis(ragged: RaggedCall, path: str, dim: int) -> None:
-    if (batch := ragged.dense.plan.batch_shape) != (ragged.count,):
+    if (batch := ragged.dense.batch_shape) != (ragged.count,):
         raise ValueError(
             f"{ragged.call.site}: {path} begins with the ragged dimension {ragged.dims[dim]!r}, "
             f"so it would be Ragged, which has one batch axis, but the batch shape is {batch}; use "
@@ -200,7 +200,7 @@ def _depends_on_length(ragged: RaggedCall, path: str, shape: tuple[int, ...]) ->
 
 def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     """Merge the states of the groups, as those of devices are merged."""
-    plan = ragged.dense.plan
+    plan = ragged.dense
     row = tuple(plan.batch_shape[axis] for axis in plan.reduced)
     total = math.prod(row)
     # The number of items decides the type of indices, and must not be part of the program.
@@ -268,7 +268,7 @@ def plan_ragged(call: BoundKernel) -> BatchPlan:
     if (slots := sum(map(ragged.slots, ragged.groups))) > ragged.count:
         notes.append(f"items of a length in buckets, {slots} in all")
     return shown(
-        ragged.dense.plan,
+        ragged.dense,
         levels=(),
         untouched=call.untouched(),
         ragged=tuple(notes),

@@ -14,8 +14,7 @@ from jax import lax
 from rankax.core.base.arrays import has_tangent, index_dtype, scalar, zeros_of
 from rankax.core.base.messages import check_bool, function_location
 from rankax.core.loop.loop import widen, write_chunk
-from rankax.core.loop.spec import LoopSpec
-from rankax.core.plan.schedule import Chunks
+from rankax.core.plan.schedule import Chunks, Level
 from rankax.core.reduce.protocol import Outputs
 from rankax.core.reduce.run import Reductions, read_reductions, trace_reduced
 from rankax.core.trace.programs import with_shape
@@ -353,8 +352,7 @@ class _WindowFold:
     def state(self, leaves: Sequence[Any], *steps: int) -> tuple[tuple[Outputs, ...], list[Any]]:
         """Return the outputs of a step, and the state of one step, or of several on axis 0."""
         specs = [
-            LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True)
-            for n in steps
+            Level(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True) for n in steps
         ]
         total = min(self.windows.sizes, default=1)
         reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten

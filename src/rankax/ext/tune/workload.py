@@ -17,7 +17,7 @@ from rankax.core.call.bind import BoundKernel, KernelSpec, Shell, is_array
 from rankax.core.call.run import run
 from rankax.core.hooks import TRIED, is_node
 from rankax.core.options import Options
-from rankax.core.plan.schedule import Nesting, Shape
+from rankax.core.plan.schedule import Plan, Shape
 from rankax.core.trace.programs import ItemProgram
 from rankax.ext.bucket import filled, filling_of
 from rankax.ext.explain.call import plan_of
@@ -65,7 +65,7 @@ class Workload:
         self.traced = {*call.ranked, *arrays}
         self.floating = [i for i in call.ranked if _is_floating(call.leaves[i])]
         self.plan, self.axis = self.planned()
-        self.batch = self.plan.plan.batch_shape
+        self.batch = self.plan.batch_shape
         self.items = math.prod(self.batch)
         if not self.items or not self.batch:
             what = "no batch axes" if not self.batch else "an empty batch"
@@ -87,10 +87,10 @@ class Workload:
         call = filled(self.call, filling) if filling else self.call
         return dataclasses.replace(call, lengths={})  # copies cost what items cost
 
-    def planned(self) -> tuple[Nesting, int]:
+    def planned(self) -> tuple[Plan, int]:
         """Return how the call is nested without chunks, and the axis of which a slice has less."""
         plan = self.call.plan(self.with_chunk(None))
-        batch = plan.plan.batch_shape
+        batch = plan.batch_shape
         return plan, batch.index(max(batch, default=0)) if batch else 0
 
     def item(self) -> ItemProgram:
@@ -195,8 +195,8 @@ class RaggedWorkload(Workload):
         self.ragged = RaggedCall.of(self.call, None)
         return self.call
 
-    def planned(self) -> tuple[Nesting, int]:
-        return self.ragged.dense, len(self.ragged.dense.plan.batch_shape) - 1
+    def planned(self) -> tuple[Plan, int]:
+        return self.ragged.dense, len(self.ragged.dense.batch_shape) - 1
 
     def item(self) -> ItemProgram:
         bound = self.ragged.bound(self.ragged.groups[0])

@@ -42,7 +42,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from rankax.core.base.arrays import has_tangent
-from rankax.core.loop.spec import LoopSpec
+from rankax.core.plan.schedule import Level
 from rankax.core.trace.derivatives import RULES
 from rankax.core.trace.programs import subprograms, with_subprograms
 from rankax.ext.equations import CALLS, FUNCTIONS, LIBRARIES, operations
@@ -299,8 +299,8 @@ _MOST_BYTES = 2**19
 
 
 def by_component(
-    leaves: Sequence[Any], specs: Sequence[LoopSpec]
-) -> tuple[list[Any], tuple[LoopSpec, ...]]:
+    leaves: Sequence[Any], specs: Sequence[Level]
+) -> tuple[list[Any], tuple[Level, ...]]:
     """Store small vectors by component if a loop reads them again; return where the items are."""
     stored, changed = list(leaves), list(specs)
     if any(spec.walker for spec in specs):

@@ -37,9 +37,8 @@ from jax.extend.core import Jaxpr
 
 from rankax.core.base.cache import switch
 from rankax.core.hooks import NO_RULES, Rules
-from rankax.core.loop.spec import LoopSpec
 from rankax.core.options import COMPILER_RULES, Options, bool_option, register
-from rankax.core.plan.schedule import Tiles
+from rankax.core.plan.schedule import Level, Tiles
 from rankax.core.reduce.extrema import Chosen
 from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
 from rankax.ext.xla_cpu import extremes, kept_residuals, kept_values, library
@@ -152,8 +151,8 @@ class XlaCpu(Rules):
         return kept_residuals.slices_again(jaxpr)
 
     def stored(
-        self, leaves: Sequence[Any], specs: tuple[LoopSpec, ...]
-    ) -> tuple[list[Any], tuple[LoopSpec, ...]]:
+        self, leaves: Sequence[Any], specs: tuple[Level, ...]
+    ) -> tuple[list[Any], tuple[Level, ...]]:
         return kept_values.by_component(leaves, specs)
 
     def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
