@@ -16,7 +16,7 @@ import pytest
 
 import rankax
 from rankax.core.base.cache import switch
-from rankax.core.options import DEFAULTS
+from rankax._options import DEFAULTS
 
 MODULES = {"plans", "reductions"}
 

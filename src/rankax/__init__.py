@@ -28,13 +28,12 @@ __all__ = [
     "sliced_scan",
 ]
 
-import rankax.ext as _ext  # noqa: F401  # pyright: ignore  (extensions register themselves)
 import rankax.plans as plans
 import rankax.reductions as reductions
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._front.chunked import chunked_reduce, chunked_vmap
 from rankax._front.kernel import auto_vmap
-from rankax._front.options import options
+from rankax._options import options
 from rankax._static import Static
 from rankax.core.base.cache import caches, clear_caches
 from rankax.core.declare.mask import Mask

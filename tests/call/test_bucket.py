@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_same as assert_equal
 from helpers import at_each_run, compilations, python_calls, refusal
 from rankax import auto_vmap
-from rankax.core.call.bind import BoundKernel
+from rankax.call.kernels import KernelCall
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
@@ -247,7 +247,7 @@ def test_a_warm_call_transfers_results_together(monkeypatch):
 
 
 def test_a_warm_call_is_not_planned_again(monkeypatch):
-    plans, plan = [], BoundKernel.plan
+    plans, plan = [], KernelCall.plan
 
     def planned(*args, **kwargs):
         plans.append(args)
@@ -256,7 +256,7 @@ def test_a_warm_call_is_not_planned_again(monkeypatch):
     kernel = auto_vmap(1, 1, jit=True, bucket=(8,))(lambda x, w: jnp.sum(x) * w)
     call = functools.partial(kernel, jnp.ones((5, 3)), W)
     call()
-    monkeypatch.setattr(BoundKernel, "plan", planned)
+    monkeypatch.setattr(KernelCall, "plan", planned)
     assert python_calls(call) <= 260
     assert plans == []
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from helpers import assert_same, refusal, slow, weekly
 from rankax import Mask, Ragged, SplitKey, auto_vmap
-from rankax.core.options import DEFAULTS
+from rankax._options import DEFAULTS
 from rankax.reductions import Moments, MomentsResult, TopK, TopKResult
 
 DRAW = np.random.default_rng(3).normal

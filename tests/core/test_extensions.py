@@ -16,8 +16,7 @@ import pytest
 from helpers import assert_same
 from rankax import auto_vmap
 from rankax.core import hooks, options
-from rankax.core.hooks import FORMS, TRACED, Form
-from rankax.core.options import bool_option, register
+from rankax.core.protocols import Form
 from without import SOURCE, extensions, leave_out
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"

@@ -16,7 +16,7 @@ import rankax
 from helpers import assert_same, at_each_run, compilations, slow
 from rankax import auto_vmap, chunked_vmap
 from rankax.core.base.cache import Kept
-from rankax.core.hooks import Rules
+from rankax.core.protocols import Rules
 from rankax.core.loop import eager_programs as eager
 from rankax.core.plan.schedule import Tiles
 from rankax.ext.xla_cpu.rules import XlaCpu

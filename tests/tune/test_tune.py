@@ -13,9 +13,9 @@ import pytest
 
 from helpers import assert_same, compilations, slow
 from rankax import Mask, Ragged, auto_vmap, load_tuning, options
-from rankax.core.call.bind import bind
-from rankax.core.hooks import NO_RULES
-from rankax.core.options import Options
+from rankax.call.kernels import bind
+from rankax.core.protocols import NO_RULES
+from rankax._options import Options
 from rankax.ext.tune import measure
 from rankax.ext.tune.workload import RaggedWorkload
 

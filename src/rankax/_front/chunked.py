@@ -6,33 +6,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from rankax.core.base.arrays import check_no_ref
+from rankax._options import Options, check_together, given_options, resolve
+from rankax.call.axes import AxisMap
 from rankax.core.base.messages import (
-    argument_names,
     check_callable,
-    checked_int,
-    common_length,
     function_name,
-    noted_errors,
-    plural,
 )
-from rankax.core.base.trees import leaves_with_names, spread_prefix
-from rankax.core.call.run import Bound, run, sizes_of
-from rankax.core.hooks import Form, form_of
-from rankax.core.options import OPTIONS, Options, check_together, options_of, scope
-from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan, Tiles, plan_axis
-from rankax.core.reduce.run import read_reductions
-from rankax.core.trace.programs import checked_output_axes, is_axis
-from rankax.ext.ragged.type import Ragged
+from rankax.ext.reductions.read import read_reductions
+from rankax.pipeline import evaluate
 
 
 def chunked_vmap(
@@ -45,9 +32,9 @@ def chunked_vmap(
     axis_size: int | None = None,
     checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: bool | str | Callable[[int, int], object] | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
-    lockstep: bool = True,
+    lockstep: bool | None = None,
     batched: bool = False,
     cpu_math: bool | None = None,
 ) -> Callable[..., Any]:
@@ -87,14 +74,14 @@ def chunked_vmap(
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
         bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.
-    progress : bool, str or callable, default False
+    progress : bool, str or callable, optional
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. A single chunk shows nothing.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the mapped axis: ``"all"`` local devices, the first n, a list, or mesh
         axes. ``None``: as the arrays are sharded. ``False``: do not divide the axis. With several
         CPU devices, all cores work. See Notes.
-    lockstep : bool, default True
+    lockstep : bool, optional
         ``False``: each item stops when it is done, if a loop in ``fun`` depends on the item. Each
         of ``chunk_size`` lanes takes the next item when its own is done. See `auto_vmap`.
     batched : bool, default False
@@ -169,7 +156,7 @@ def chunked_vmap(
     """
     check_callable(fun, "chunked_vmap", "fun")
     site = f"chunked_vmap({function_name(fun)})"
-    options = options_of(
+    given = given_options(
         site,
         chunk_size=chunk_size,
         checkpoint=checkpoint,
@@ -178,10 +165,10 @@ def chunked_vmap(
         devices=devices,
         lockstep=lockstep,
         batched=batched,
-        **_given(cpu_math=cpu_math),
+        cpu_math=cpu_math,
     )
     axes = AxisMap(fun, site, in_axes, axis_size, out_axes, axis_name)
-    return function_of_batches(axes, options, _given(cpu_math=cpu_math))
+    return function_of_batches(axes, given)
 
 
 def chunked_reduce(
@@ -194,9 +181,9 @@ def chunked_reduce(
     axis_size: int | None = None,
     checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: bool | str | Callable[[int, int], object] | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
-    lockstep: bool = True,
+    lockstep: bool | None = None,
     batched: bool = False,
     cpu_math: bool | None = None,
 ) -> Callable[..., Any]:
@@ -234,14 +221,14 @@ def chunked_reduce(
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
         bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.
-    progress : bool, str or callable, default False
+    progress : bool, str or callable, optional
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. The gradient of some reductions makes two forward passes.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the mapped axis: ``"all"`` local devices, the first n, a list, or mesh
         axes. ``None``: as the arrays are sharded. ``False``: do not divide the axis. With several
         CPU devices, all cores work. See Notes.
-    lockstep : bool, default True
+    lockstep : bool, optional
         ``False``: each item stops when it is done, if a loop in ``fun`` depends on the item. See
         `auto_vmap`.
     batched : bool, default False
@@ -301,7 +288,7 @@ def chunked_reduce(
     """
     check_callable(fun, "chunked_reduce", "fun")
     caller = f"chunked_reduce({function_name(fun)})"
-    options = options_of(
+    given = given_options(
         caller,
         where=where,
         chunk_size=chunk_size,
@@ -311,196 +298,19 @@ def chunked_reduce(
         devices=devices,
         lockstep=lockstep,
         batched=batched,
-        **_given(cpu_math=cpu_math),
+        cpu_math=cpu_math,
     )
-    options = options.replace(reduce=read_reductions(reduce, caller))
-    axes = AxisMap(fun, caller, in_axes, axis_size)
-    return function_of_batches(axes, options, _given(cpu_math=cpu_math))
+    given["reduce"] = read_reductions(reduce, caller)
+    return function_of_batches(AxisMap(fun, caller, in_axes, axis_size), given)
 
 
-def _given(**options: Any) -> dict[str, Any]:
-    """Return the options that a scope does not decide."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def function_of_batches(
-    axes: AxisMap, options: Options, given: Collection[str] = ()
-) -> Callable[..., Any]:
-    """Return a function as it is mapped; a scope does not decide the options in ``given``."""
-    check_together(options, axes.site)
-    axes.form = form_of(options)
+def function_of_batches(axes: AxisMap, given: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function as it is mapped; a scope decides the options that are not ``given``."""
+    preset = Options(**given)
+    check_together(preset, axes.site)
 
     @functools.wraps(axes.fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return run(axes.bind(args, kwargs), in_scope(options, given))
+        return evaluate(axes.bind(args, kwargs), resolve(given, preset))
 
     return mapped
-
-
-def in_scope(options: Options, given: Collection[str] = ()) -> Options:
-    """Return the options of a call of a function that takes its own as parameters.
-
-    A scope decides how a compiler is treated, unless that is ``given``.
-    """
-    changes = {
-        name: value
-        for name, value in (scope.get() or {}).items()
-        if OPTIONS[name].for_all and name not in given
-    }
-    return options.replace(**changes) if changes else options
-
-
-# Binding.
-
-
-@dataclasses.dataclass(eq=False)
-class BoundAxes(Bound):
-    """A bound call that maps one axis of each argument."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    in_axes: Any
-    places: list[int | None]  # where each leaf has the mapped axis
-    length: int
-
-    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
-        both = enumerate(zip(self.leaves, self.places, strict=True))
-        arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
-        reduce = "" if options.reduce is None else str(options.reduce)
-        length = self.length if self.cut is None else self.cut[0]
-        return plan_axis(self.name, length, arrays, *sizes_of(options, tiles), reduce)
-
-    @property
-    def ranked(self) -> list[int]:
-        return [i for i, place in enumerate(self.places) if place is not None]
-
-    def call(self, leaves: Sequence[Any], plan: Plan) -> Any:
-        del plan
-        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
-        with noted_errors(self.fun, self._described):
-            return self.fun(*args, **kwargs)
-
-    def _described(self) -> tuple[Any, ...]:
-        """Describe the arguments of one item, for an error of the function."""
-        rows: list[tuple[str, ...]] = []
-        for path, leaf, axis in zip(self.paths, self.leaves, self.places, strict=True):
-            shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
-            core = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
-            rows.append((path, str(shape), str(axis), str(core)))
-        return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
-
-    def in_one_piece(self, plan: Plan) -> Any:
-        """Call `jax.vmap`, with errors of rankax."""
-        returned = False
-
-        @functools.wraps(self.fun)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            nonlocal returned
-            out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
-            checked_output_axes(self.fun, out, self.out_axes)
-            returned = True
-            return out
-
-        vmapped = jax.vmap(
-            checked, self.in_axes, self.out_axes, axis_name=self.axis_name, axis_size=self.length
-        )
-        try:
-            return vmapped(*self.args, **self.kwargs)
-        except ValueError:
-            if returned and self.axis_name is None:  # `fun` itself did not fail
-                self.trace(plan).check_unmapped_outputs()
-            raise
-
-
-@dataclasses.dataclass
-class AxisMap:
-    """A function and the parameters with which `jax.vmap` maps it; they are checked here."""
-
-    fun: Callable[..., Any]
-    site: str  # how an error message begins
-    in_axes: Any = 0
-    axis_size: int | None = None
-    out_axes: Any = 0
-    axis_name: Hashable | None = None
-    form: Form | None = None  # how the function is called, if it does not take one item
-
-    def __post_init__(self) -> None:
-        """Check what `jax.vmap` would check at the call; a list of ``in_axes`` becomes a tuple."""
-        if self.axis_size is not None:
-            refusal = f"{self.site}: axis_size must be a positive int, got"
-            self.axis_size = checked_int(self.axis_size, refusal, least=0)
-        if isinstance(self.in_axes, list):
-            self.in_axes = tuple(self.in_axes)
-        for parameter, axes in (("in_axes", self.in_axes), ("out_axes", self.out_axes)):
-            for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
-                if not is_axis(entry):
-                    raise TypeError(
-                        f"{self.site}: {parameter} must hold ints and None, got "
-                        f"{type(entry).__name__} {entry!r} at "
-                        f"{parameter}{jax.tree_util.keystr(path)}"
-                    )
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundAxes:
-        """Give every leaf its axis and find the common length, or say which leaf does not fit."""
-        in_axes, axis_size, site = self.in_axes, self.axis_size, self.site
-        if isinstance(in_axes, tuple) and len(in_axes) != len(args):
-            raise ValueError(
-                f"{site}: in_axes has {plural(len(in_axes), 'entry')} for "
-                f"{plural(len(args), 'positional argument')}"
-            )
-        prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-        names = argument_names(self.fun, len(args))
-        named: list[tuple[str, Any]] = []
-        places: list[int | None] = []
-        for name, prefix, arg in [
-            *zip(names, prefixes, args, strict=True),
-            *((name, 0, kwargs[name]) for name in sorted(kwargs)),
-        ]:
-            found = leaves_with_names(arg, name)
-            named += found
-            try:
-                places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
-            except ValueError as error:
-                raise ValueError(f"{site}: {error}") from None
-            _refuse_rows(arg, name, places[len(places) - len(found) :], site)
-        pairs = list(zip(named, places, strict=True))
-        table = [(name, x, axis) for (name, x), axis in pairs if axis is not None]
-        if not table and axis_size is None:
-            raise ValueError(
-                f"{site}: nothing is mapped; map at least one array through in_axes, or give "
-                "axis_size"
-            )
-        if axis_size is not None:
-            table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
-        for name, x, _ in table:
-            check_no_ref(x, site, name)
-        length = common_length(table, site)
-        leaves = [x if axis is None else jnp.asarray(x) for (_, x), axis in pairs]
-        places = [None if axis is None else axis % jnp.ndim(x) for (_, x), axis in pairs]
-        return BoundAxes(
-            self.fun,
-            function_name(self.fun),
-            site,
-            leaves,
-            [name for name, _ in named],
-            args,
-            kwargs,
-            in_axes,
-            places,
-            length,
-            form=self.form,
-            out_axes=self.out_axes,
-            axis_name=self.axis_name,
-        )
-
-
-def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], site: str) -> None:
-    """Refuse to map the rows of ragged items as if they were items."""
-    nodes = leaves_with_names(arg, name, stops=lambda node: isinstance(node, Ragged))
-    for (path, node), place in zip(nodes, places, strict=True):
-        is_whole = isinstance(node, Ragged) and node.values.shape[:1] == (node.lengths.sum(),)
-        if is_whole and place is not None:
-            raise TypeError(
-                f"{site}: {path} is Ragged, and its rows are not items of a batch; use "
-                'rankax.auto_vmap with a rank such as "n 3", or map only other arguments'
-            )

@@ -37,16 +37,21 @@ from typing import (
 
 import jax
 
-from rankax._front.options import Given
+from rankax._options import NAMES, Given, Options, check_together, checked_options
+from rankax.call.kernels import KernelCall, KernelSpec, bind
 from rankax.core.base.cache import Members
 from rankax.core.base.messages import function_name, unwrapped
 from rankax.core.base.trees import ByKey, Items, Node
-from rankax.core.call.bind import SPECS, BoundKernel, KernelSpec, bind
 from rankax.core.declare.dims import Dim, Rank
 from rankax.core.declare.ranks import declare
 from rankax.core.declare.split_key import SplitKey
-from rankax.core.hooks import METHODS
-from rankax.core.options import DEFAULTS, Options, check_together, checked_options
+from rankax.ext.blocks.call import call_on_blocks
+from rankax.ext.check.call import check, nonfinite
+from rankax.ext.check.ragged import RaggedItems
+from rankax.ext.explain.call import plan_kernel
+from rankax.ext.jit import evaluate_kernel, lowered
+from rankax.ext.ragged.results import plan_ragged
+from rankax.ext.tune.measure import tuned
 
 if TYPE_CHECKING:  # the types of what extensions return
     from rankax.ext.check.call import CheckReport, NonFinite
@@ -94,26 +99,27 @@ class Kernel(Generic[P, R]):
         spec = kernel.spec
         call = bind(spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
         if call.is_foreign:
-            return METHODS["foreign"](kernel, call, spec.options())
+            return call_on_blocks(kernel, call, spec.options())
         return kernel.run_bound(call)
 
-    def run_bound(self, call: BoundKernel) -> Any:
+    def run_bound(self, call: KernelCall) -> Any:
         """Evaluate a bound call."""
-        return METHODS["nodes"](call) if call.structure.nodes else self.spec.call(call)
+        return evaluate_kernel(call)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_nodes=True)
-        return METHODS["plan_nodes" if call.structure.nodes else "plan"](call)
+        return plan_ragged(call) if call.structure.nodes else plan_kernel(call)
 
     @property
     def lower(self) -> Callable[..., Any]:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        lower, name = getattr(self.spec, "lower", None), self.spec.name
-        if lower is None:
+        spec = self.spec
+        if not spec.preset.jit:
+            name = spec.name
             raise AttributeError(f"{name} has no lower; {name}.with_options(jit=True) has one")
-        return functools.partial(lower, *self.unbound(())[1])
+        return functools.partial(lowered, spec, *self.unbound(())[1])
 
     def with_options(self, **options: Unpack[Given]) -> Self:
         """Return the kernel with these options; always the same one, with what it compiled."""
@@ -127,8 +133,7 @@ class Kernel(Generic[P, R]):
 
         def make() -> Kernel[P, R]:
             check_together(Options(**explicit), site)
-            kind = next((SPECS[name] for name in SPECS if explicit.get(name)), KernelSpec)
-            return Kernel(kind(spec.fun, spec.declaration, explicit, spec.members))
+            return Kernel(KernelSpec(spec.fun, spec.declaration, explicit, spec.members))
 
         return spec.members.get_or_make(frozenset(explicit.items()), make)
 
@@ -143,7 +148,7 @@ class Kernel(Generic[P, R]):
     ) -> Self:
         """Return the kernel with the fastest options that were found on this machine."""
         kernel, args = self.unbound(args)
-        result = METHODS["tune"](kernel, args, kwargs, memory_limit, gradient, seconds)
+        result = tuned(kernel, args, kwargs, memory_limit, gradient, seconds)
         # A new object, because `with_options` shares its own with callers who did not tune.
         return self._bound(Kernel(kernel.with_options(**result.options).spec, result))
 
@@ -152,14 +157,14 @@ class Kernel(Generic[P, R]):
     ) -> CheckReport:
         """Compare some items of a call with single evaluations; raise if they differ."""
         kernel, args = self.unbound(args)
-        return METHODS["check"](kernel, args, kwargs, items, seed, gradient=gradient)
+        return check(kernel, args, kwargs, items, seed, gradient=gradient, ragged=RaggedItems)
 
     def nonfinite(
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
     ) -> NonFinite:
         """Count the items whose value, or gradient, is not finite, and name the first ones."""
         kernel, args = self.unbound(args)
-        return METHODS["nonfinite"](kernel, args, kwargs, most, gradient=gradient)
+        return nonfinite(kernel, args, kwargs, most, gradient=gradient, ragged=RaggedItems)
 
     @property
     def signature(self) -> str | None:
@@ -559,7 +564,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     >>> energy(2.0, jnp.ones((5, 3)), jnp.ones((4, 1, 3, 3))).shape
     (4, 5)
     """
-    is_bare = ranks is None and named.keys() <= DEFAULTS.keys()
+    is_bare = ranks is None and named.keys() <= {*NAMES}
     if len(positional_ranks) == 1 and is_bare and _is_function(positional_ranks[0]):
         return _decorate(positional_ranks[0], (), None, named)
     for rank in positional_ranks:
@@ -596,9 +601,9 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
     site = f"auto_vmap({function_name(fun)})"
-    given = {name: value for name, value in named.items() if name in DEFAULTS}
-    named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
+    given = {name: value for name, value in named.items() if name in NAMES}
+    named_ranks = {name: rank for name, rank in named.items() if name not in NAMES}
     # First, because an option that is refused may be meant as the rank of a parameter.
-    declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
+    declaration = declare(fun, positional, named_ranks, ranks, given, NAMES)
     plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Members("kernels")))
     return plain.with_explicit(checked_options(given, site), site)

@@ -27,14 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from rankax.call.base import Call
 from rankax.core.base.messages import function_location, listed, plural, table
 from rankax.core.base.trees import check_outputs, leaves_with_names
-from rankax.core.call.run import Bound, Traced, fit, traced
-from rankax.core.hooks import FORMS, Form, Placement
 from rankax.core.loop.eager_programs import opened
-from rankax.core.options import AUTO, Options, bool_option, register
+from rankax.core.protocols import Form
 from rankax.core.trace.derivatives import has_refs, of_some, primitive_of_program
-from rankax.core.trace.programs import ItemProgram, evaluate, with_shape
+from rankax.core.trace.programs import evaluate, with_shape
 
 
 class _TracedFor(NamedTuple):
@@ -255,7 +254,7 @@ class Batched(Form):
     in_front = ("With batched=True, it gets them with one axis in front, for the items.",)
     takes_chunks = True
 
-    def evaluate(self, bound: Bound, leaves: Sequence[Any], plan: Any) -> Any:
+    def evaluate(self, bound: Call, leaves: Sequence[Any], plan: Any) -> Any:
         """Evaluate the kernel for one item."""
         ranked = bound.ranked
 
@@ -264,34 +263,3 @@ class Batched(Form):
             return bound.call([own.get(i, leaf) for i, leaf in enumerate(leaves)], plan)
 
         return call_for_item(bound.fun, on_arrays, [leaves[i] for i in ranked], self.lengths)
-
-    def prepared(self, bound: Bound, options: Options, place: Placement) -> Bound:
-        """Return a call whose kernel knows the lengths of its chunks."""
-        check_batched(options.replace(batched=True), bound.site)  # a scope may ask for it
-        whole = bound.plan_whole(options)
-        is_chosen = getattr(options, "memory_limit", None) is not None
-        if (is_chosen or options.chunk_size == AUTO) and not whole.is_empty:
-            options = fit(traced(bound, options, place)).options
-        runs = [bound.part(whole, shape) for shape in place.layout(whole, None).shapes()]
-        lengths = sorted({run.plan(options).in_flight for run in runs})
-        return dataclasses.replace(bound, form=Batched(tuple(lengths)))
-
-    def of_lengths(self, call: Traced, *lengths: int) -> ItemProgram:
-        """Return the item for chunks of these lengths."""
-        bound = dataclasses.replace(call.bound, form=Batched(lengths))
-        return traced(bound, call.options, call.place).item
-
-
-def check_batched(options: Options, site: str) -> None:
-    """Refuse items that end by themselves inside a function that takes a batch itself."""
-    if options.batched and not getattr(options, "lockstep", True):
-        raise TypeError(
-            f"{site}: lockstep=False lets each item end by itself, but with batched=True the "
-            "function takes a whole chunk; leave out one of them"
-        )
-
-
-_BATCHED = Batched()
-
-FORMS.add("batched", lambda _: _BATCHED)
-register(bool_option("batched", False), together=check_batched)

@@ -31,14 +31,14 @@ from jax import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall
 from rankax.core.base.arrays import is_spread, shape_of
 from rankax.core.base.cache import Kept
-from rankax.core.call.bind import BoundKernel
 from rankax.core.loop.spec import index_without_fill
-from rankax.core.options import Option, Options, register
 from rankax.core.plan.schedule import Shape
 from rankax.core.reduce.protocol import FILL, Keep, Reduction
-from rankax.ext.padding import bucket_of, checked_bucket
+from rankax.ext.padding import bucket_of
 from rankax.ext.reductions.winners import FirstK
 
 
@@ -52,7 +52,7 @@ class Filling(NamedTuple):
     reduced: tuple[int, ...]
 
 
-def filling_of(call: BoundKernel, options: Options) -> Filling | None:
+def filling_of(call: KernelCall, options: Options) -> Filling | None:
     """Return how a call is padded, which follows from its shapes; None: not at all."""
     if not options.bucket:
         return None
@@ -68,7 +68,7 @@ def filling_of(call: BoundKernel, options: Options) -> Filling | None:
     return filling
 
 
-def _filling_of(call: BoundKernel, options: Options) -> Filling | None:
+def _filling_of(call: KernelCall, options: Options) -> Filling | None:
     """Do what `filling_of` does, without a cache.
 
     An axis of length 1 broadcasts, and an empty batch has no item to copy.
@@ -102,13 +102,13 @@ def _filling_of(call: BoundKernel, options: Options) -> Filling | None:
     return Filling(shapes, lengths, tuple(shape), plan.batch_shape, plan.reduced)
 
 
-def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
+def fill_up(call: KernelCall, options: Options) -> KernelCall:
     """Return a call with its batch padded, as shapes; the call itself if there is no bucket."""
     filling = filling_of(call, options)
     return filled(call, filling, only_shapes=True) if filling else call
 
 
-def filled(call: BoundKernel, filling: Filling, *, only_shapes: bool = False) -> BoundKernel:
+def filled(call: KernelCall, filling: Filling, *, only_shapes: bool = False) -> KernelCall:
     """Return a call with its arrays padded by copies of their last items."""
     leaves, arrays = list(call.leaves), list[int]()
     for i, shape in filling.shapes.items():
@@ -123,14 +123,14 @@ def filled(call: BoundKernel, filling: Filling, *, only_shapes: bool = False) ->
     return dataclasses.replace(call, leaves=leaves, lengths=filling.lengths, cut=filling.cut)
 
 
-def marked(call: BoundKernel, options: Options) -> Options:
+def marked(call: KernelCall, options: Options) -> Options:
     """Return options whose reductions do not count the copies."""
     if options.reduce is None or not call.lengths:
         return options
     return options.replace(reduce=options.reduce.of_items(FILL))
 
 
-def with_places(out: Any, call: BoundKernel, options: Options) -> Any:
+def with_places(out: Any, call: KernelCall, options: Options) -> Any:
     """Return a result whose indices count the items as if there were no copies."""
     plan = call.plan(options)
 
@@ -282,17 +282,3 @@ def _batching_rule(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **
 ad.deflinear2(_resize, _transposed)  # which drops the cotangents of copies
 batching.primitive_batchers[_resize] = _batching_rule
 mlir.register_lowering(_resize, mlir.lower_fun(functools.partial(_by, jnp), multiple_results=False))
-
-
-register(
-    Option(
-        "bucket",
-        False,
-        checked_bucket,
-        needs=(
-            "jit",
-            "bucket={} is for programs that jit=True compiles, so it needs jit=True; if you call "
-            "jax.jit yourself, pad the arrays first",
-        ),
-    )
-)

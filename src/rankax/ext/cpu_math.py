@@ -36,9 +36,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
+from rankax._options import Options
 from rankax.core.base.messages import listed, plural
-from rankax.core.hooks import CHOOSERS, NOTES, PASSES, TRACED, TRIED
-from rankax.core.options import Options, bool_option, register
 from rankax.core.trace.derivatives import call_with_derivative_of, of_some
 from rankax.core.trace.programs import evaluate, with_equations, with_shape, with_subprograms
 from rankax.ext.equations import operations
@@ -313,35 +312,24 @@ class CpuMath:
         """Return None: derivatives are those of the program that is evaluated."""
 
 
-_PASS = CpuMath()
+PASS = CpuMath()
 
 
-def _pass_of(options: Options) -> CpuMath | None:
-    return _PASS if options.cpu_math and HOLDS and options.on_cpu else None
+def is_on(options: Options) -> bool:
+    """Whether functions are replaced in a call."""
+    return options.cpu_math and HOLDS and options.on_cpu
 
 
-def _notes(options: Options, jaxpr: Any, plan: Any) -> list[str]:  # noqa: ARG001
+def replaces(options: Options, axis_name: Any) -> bool:
+    """Whether a call needs the program of an item, where functions are replaced."""
+    return is_on(options) and axis_name is None  # a collective needs the whole axis
+
+
+def notes(options: Options, jaxpr: Any) -> list[str]:
+    """Return what a plan says of it."""
     return list(hints_of_cpu_math(jaxpr)) if options.on_cpu and not options.cpu_math else []
 
 
-def _is_traced(bound: Any, options: Options, plan: Any) -> bool:
-    # A collective needs the whole axis.
-    return not plan.is_empty and _pass_of(options) is not None and bound.axis_name is None
-
-
-def _choose(call: Any, part: Any, fitted: Any) -> Any:  # noqa: ARG001
-    """Walk the program of an item, which is where functions are replaced."""
-    return fitted._replace(is_walked=True) if _pass_of(call.options) else None
-
-
-def _tried(call: Any) -> list[Any]:
+def tried(call: Any) -> list[Any]:
     """Without it, too; only a kernel that allows other rounding has it."""
     return [((call.bound, 256, 16), {"cpu_math": False})] if call.defaults.cpu_math else []
-
-
-PASSES.add("cpu_math", _pass_of)
-TRIED.append(_tried)
-NOTES.append(_notes)
-TRACED.add("cpu_math", _is_traced)
-CHOOSERS.add("cpu_math", _choose)
-register(bool_option("cpu_math", False, scoped=True, for_all=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,15 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from rankax._front.chunked import AxisMap, chunked_reduce, function_of_batches
+from rankax._front.chunked import chunked_reduce, function_of_batches
+from rankax._options import given_options
+from rankax.call.axes import AxisMap
 from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, shape_of, zeros_of
 from rankax.core.base.messages import argument_names, function_name, listed, noted_errors, plural
 from rankax.core.base.trees import leaves_with_names, type_name
-from rankax.core.options import Options, options_of
 from rankax.core.reduce.protocol import EachLeaf, Reduction
 from rankax.core.reduce.row import fill
-from rankax.core.reduce.run import read_reductions
+from rankax.ext.reductions.read import read_reductions
 from rankax.ext.reductions.sums import Gram, WeightedGram
 from rankax.ext.wide import evaluate_wide
 
@@ -47,7 +48,7 @@ def _jacobian(
     constants, and only shapes are traced.
     """
     site = f"{caller}({function_name(fun)})"
-    options = options_of(site, **given)
+    given = given_options(site, **given)
     transform(fun)
     if reduce is not None and not (isinstance(reduce, str) and reduce in ("diagonal", "trace")):
         found = read_reductions(reduce, site)
@@ -79,7 +80,7 @@ def _jacobian(
         y_leaves, y_tree = jax.tree.flatten(y)
         x_shapes, y_shapes = [*map(shape_of, x)], [*map(shape_of, y_leaves)]
         x_tree = jax.tree.structure(args[argnums]) if isinstance(argnums, int) else tree
-        at_x = _Jacobian(fun, site, options, columns, x_shapes, y_shapes, x_tree, y_tree, linear)
+        at_x = _Jacobian(fun, site, given, columns, x_shapes, y_shapes, x_tree, y_tree, linear)
         result = at_x.whole(like(lambda: y)) if reduce is None else at_x.reduced(reduce)
         return (result, *aux) if has_aux else result
 
@@ -99,7 +100,7 @@ class _Jacobian:
 
     fun: Callable[..., Any]
     site: str
-    options: Options
+    given: Mapping[str, Any]  # the options
     columns: bool
     x: Leaves  # shapes
     y: Leaves
@@ -126,8 +127,8 @@ class _Jacobian:
         numbers = counted(count, index_dtype(count))
         named = functools.wraps(self.fun, updated=())(lambda number: item(number))  # for errors
         reductions = None if reduce is None else read_reductions(reduce, self.site)
-        options = self.options.replace(reduce=reductions)
-        return function_of_batches(AxisMap(named, self.site, out_axes=axis), options)(numbers)
+        given = {**self.given, "reduce": reductions}
+        return function_of_batches(AxisMap(named, self.site, out_axes=axis), given)(numbers)
 
     def whole(self, like: Any) -> Any:
         """Return the Jacobian, with the structure and the types of ``like``."""
@@ -245,7 +246,7 @@ def chunked_jacfwd(
     reduce: Any = None,
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: bool | str | Callable[[int, int], object] | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Jacobian of ``fun`` column by column, with few of them in flight.
@@ -350,7 +351,7 @@ def chunked_jacrev(
     reduce: Any = None,
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: bool | str | Callable[[int, int], object] | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Jacobian of ``fun`` row by row, with few of them in flight.
@@ -422,7 +423,7 @@ def chunked_hessian(
     reduce: Any = None,
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: bool | str | Callable[[int, int], object] | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Hessian of ``fun`` column by column, with few of them in flight.

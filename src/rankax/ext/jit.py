@@ -9,7 +9,6 @@ value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,15 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, KernelSpec, Shell, bind, is_array, is_number
 from rankax.core.base.arrays import is_staged, weakened
-from rankax.core.base.cache import caches
 from rankax.core.base.trees import check_outputs, leaves_with_names
-from rankax.core.call.bind import SPECS, BoundKernel, KernelSpec, Shell, bind, is_array, is_number
-from rankax.core.call.run import run
-from rankax.core.hooks import HERE, Placement, place_of
 from rankax.core.loop.spec import PLACE
-from rankax.core.options import Options, bool_option, register
 from rankax.core.plan.schedule import Shape
+from rankax.core.protocols import HERE, Placement
 from rankax.ext.bucket import (
     Filling,
     as_inputs,
@@ -38,16 +35,9 @@ from rankax.ext.bucket import (
 )
 from rankax.ext.progress.bars import wait_for_reports
 from rankax.ext.ragged.results import call_ragged
+from rankax.pipeline import evaluate, place_of
 
 _MOST_KEPT = 4096  # programs, as many as `jax.jit` keeps
-
-
-class KeptDict(dict[Any, Any]):
-    """A dict that is listed among the caches: `Kept` looks a key up twice."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        caches.add(self, what)
 
 
 class _Frame(NamedTuple):
@@ -70,150 +60,146 @@ class _Fixed:
     key: Any
 
 
-class JitSpec(KernelSpec):
-    """A kernel whose mapped call is compiled once per set of shapes, dtypes and static values."""
-
-    @functools.cached_property
-    def _programs(self) -> tuple[KeptDict, KeptDict]:
-        """Functions of the arrays by frame; `jax.jit` of them by frame and types of the arrays.
-
-        Both are dicts, emptied when full: a warm call takes 2 to 7 % longer with `Kept`.
-        """
-        return KeptDict("functions of jit=True"), KeptDict("programs of jit=True")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_programs"}  # a copy compiles itself
-
-    def call(self, call: BoundKernel) -> Any:
-        """Call the compiled kernel on every item of the batch."""
-        staged = is_staged()
-        frame, arrays, filling = self._split(call, is_alone=not staged)
-        if staged:  # the outer program shows no call of ours
-            return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
-        try:
-            out = self._compiled(frame, arrays)
-            return cut(out, filling, frame.options) if filling else out
-        except (BatchShapeError, CoreDimensionError, RankError) as error:
-            vars(error).pop("__notes__", None)  # JAX's, about hidden frames
-            raise
-
-    def part(self) -> Callable[[BoundKernel], Any] | None:
-        """Return what evaluates a part of a call by its compiled program."""
-
-        def call(part: BoundKernel) -> Any:
-            kernel: Any = part.kernel
-            frame, arrays, _ = kernel._split(part)
-            return kernel._compiled(frame, arrays)
-
-        return None if is_staged() else call
-
-    def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        jitted, shown = self._jitted(frame, arrays), frame.options.progress
-        if shown is False and frame.place is HERE:  # to enter both contexts takes two microseconds
-            return jitted(*arrays)
-        with wait_for_reports(shown, self.name), frame.place.around(f"{self.name}()"):
-            return jitted(*arrays)
-
-    def _jitted(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        functions, jitted = self._programs
-        try:
-            key = frame, *[x.aval for x in arrays], *map(type, arrays)
-        except AttributeError:  # of NumPy, or a number
-            key = frame, *[(type(x), np.shape(x), getattr(x, "dtype", None)) for x in arrays]
-        try:
-            return jitted[key]
-        except KeyError:
-            pass
-
-        def fun(*arrays: Any) -> Any:
-            out = self._run(frame, arrays)
-            check_outputs(self.fun, out)  # without batch axes, nothing else does
-            return out
-
-        fun.__name__ = self.name  # as shown by profilers and HLO dumps
-        if len(jitted) >= _MOST_KEPT:
-            functions.clear()
-            jitted.clear()
-        fun = functions.setdefault(frame, fun)
-        return jitted.setdefault(key, frame.options.compiled(fun, arrays))
-
-    # `self` is positional-only because a kernel may be called with an argument of that name.
-
-    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        call = bind(self, args, kwargs, shapes_only=True, takes_nodes=True)
-        is_alone = not call.structure.nodes  # otherwise it is one program of these lengths
-        frame, arrays, _ = self._split(call, shapes_only=True, is_alone=is_alone)
-        return self._jitted(frame, arrays).lower(*arrays)
-
-    def _split(
-        self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
-    ) -> tuple[_Frame, list[Any], Filling | None]:
-        """Split a bound call into a static frame and traced arrays; return its padding, too."""
-        options = self.options().at(call.leaves)
-        weak: tuple[int, ...] = ()
-        filling = filling_of(call, options) if options.bucket and is_alone else None
-        if filling is not None:
-            weak = tuple(i for i in filling.shapes if getattr(call.leaves[i], "weak_type", False))
-            call = filled(call, filling)
-        place = HERE if call.structure.nodes else place_of(call, options)
-        (values, shell), ranks = call.split(), call.structure.ranks
-        if place is not HERE:
-            values = place.put(values, call, options)
-        inputs = [
-            leaf
-            if i < len(ranks) and ranks[i] is not None
-            else self._as_input(leaf, call, i, shapes_only)
-            for i, leaf in enumerate(values)
-        ]
-        static = tuple([x if isinstance(x, _Fixed) else None for x in inputs])
-        arrays = [x for x in inputs if not isinstance(x, _Fixed)]
-        if call.lengths:
-            arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
-        frame = _Frame(shell, static, options, place, tuple(call.lengths), call.cut, weak)
-        return frame, arrays, filling
-
-    def _as_input(self, value: Any, call: BoundKernel, place: int, shapes_only: bool) -> Any:
-        """Return the array to trace, or the static value, for a leaf without a rank.
-
-        Equal values are distinguished: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``; not NaN.
-        """
-        if is_array(value) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
-            return value
-        if hasattr(value, "__jax_array__"):
-            return jnp.asarray(value)
-        kind = type(value)
-        if isinstance(value, (float, complex)):
-            return _Fixed(value, (kind, value.real.hex(), value.imag.hex()))
-        try:
-            hash(value)
-        except TypeError:
-            others = sorted(call.others.items())  # as in a flattened dict
-            paths = list(call.structure.paths)
-            paths += [path for n, other in others for path, _ in leaves_with_names(other, n)]
-            if paths[place] == "self":
-                return _Fixed(value, (kind, id(value)))
-            raise TypeError(
-                f"{self.name}(): {paths[place]} is not an array, so jit=True makes it a static "
-                f"argument, but {kind.__name__} cannot be hashed; pass a hashable value "
-                "(a tuple for a list), or an array"
-            ) from None
-        return _Fixed(value, (kind, value))
-
-    def _run(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        traced = iter(arrays)
-        values = [next(traced) if fixed is None else fixed.value for fixed in frame.static]
-        for i in frame.weak:
-            values[i] = weakened(values[i])
-        call = frame.shell.call(self, values)
-        if call.structure.nodes:
-            return call_ragged(call)
-        lengths = dict(zip(frame.filled, traced, strict=True))
-        call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
-        out = run(call, marked(call, frame.options), frame.place)
-        are_states = frame.options.reduce is not None and frame.options.reduce.of_run is not None
-        return with_places(out, call, frame.options) if lengths and not are_states else out
+def evaluate_kernel(call: KernelCall) -> Any:
+    """Evaluate a call of a kernel: as it is, by its compiled program, or one group at a time."""
+    kernel = call.kernel
+    if call.structure.nodes:
+        return call_ragged(call, compiled_parts(kernel))
+    if not kernel.preset.jit:
+        return evaluate(call, kernel.options())
+    staged = is_staged()
+    frame, arrays, filling = _split(call, is_alone=not staged)
+    if staged:  # the outer program shows no call of ours
+        return _run(kernel, frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
+    try:
+        out = _compiled(kernel, frame, arrays)
+        return cut(out, filling, frame.options) if filling else out
+    except (BatchShapeError, CoreDimensionError, RankError) as error:
+        vars(error).pop("__notes__", None)  # JAX's, about hidden frames
+        raise
 
 
-SPECS["jit"] = JitSpec
-register(bool_option("jit", False))
+def compiled_parts(kernel: KernelSpec) -> Callable[[KernelCall], Any] | None:
+    """Return what evaluates a part of a call by its compiled program, if there are programs."""
+    if not kernel.preset.jit or is_staged():
+        return None
+
+    def call(part: KernelCall) -> Any:
+        frame, arrays, _ = _split(part)
+        return _compiled(part.kernel, frame, arrays)
+
+    return call
+
+
+# `kernel` is positional-only because a kernel may be called with an argument of that name.
+
+
+def lowered(kernel: KernelSpec, /, *args: Any, **kwargs: Any) -> Any:
+    """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
+    call = bind(kernel, args, kwargs, shapes_only=True, takes_nodes=True)
+    is_alone = not call.structure.nodes  # otherwise it is one program of these lengths
+    frame, arrays, _ = _split(call, shapes_only=True, is_alone=is_alone)
+    return _jitted(kernel, frame, arrays).lower(*arrays)
+
+
+def _compiled(kernel: KernelSpec, frame: _Frame, arrays: Sequence[Any]) -> Any:
+    jitted, shown = _jitted(kernel, frame, arrays), frame.options.progress
+    if shown is False and frame.place is HERE:  # to enter both contexts takes two microseconds
+        return jitted(*arrays)
+    with wait_for_reports(shown, kernel.name), frame.place.around(f"{kernel.name}()"):
+        return jitted(*arrays)
+
+
+def _jitted(kernel: KernelSpec, frame: _Frame, arrays: Sequence[Any]) -> Any:
+    functions, jitted = kernel.programs
+    try:
+        key = frame, *[x.aval for x in arrays], *map(type, arrays)
+    except AttributeError:  # of NumPy, or a number
+        key = frame, *[(type(x), np.shape(x), getattr(x, "dtype", None)) for x in arrays]
+    try:
+        return jitted[key]
+    except KeyError:
+        pass
+
+    def fun(*arrays: Any) -> Any:
+        out = _run(kernel, frame, arrays)
+        check_outputs(kernel.fun, out)  # without batch axes, nothing else does
+        return out
+
+    fun.__name__ = kernel.name  # as shown by profilers and HLO dumps
+    if len(jitted) >= _MOST_KEPT:
+        functions.clear()
+        jitted.clear()
+    fun = functions.setdefault(frame, fun)
+    return jitted.setdefault(key, frame.options.compiled(fun, arrays))
+
+
+def _split(
+    call: KernelCall, *, shapes_only: bool = False, is_alone: bool = True
+) -> tuple[_Frame, list[Any], Filling | None]:
+    """Split a call into a static frame and traced arrays; return its padding, too."""
+    options = call.kernel.options().at(call.leaves)
+    weak: tuple[int, ...] = ()
+    filling = filling_of(call, options) if options.bucket and is_alone else None
+    if filling is not None:
+        weak = tuple(i for i in filling.shapes if getattr(call.leaves[i], "weak_type", False))
+        call = filled(call, filling)
+    place = HERE if call.structure.nodes else place_of(call, options)
+    (values, shell), ranks = call.split(), call.structure.ranks
+    if place is not HERE:
+        values = place.put(values, call, options)
+    inputs = [
+        leaf
+        if i < len(ranks) and ranks[i] is not None
+        else _as_input(leaf, call, i, shapes_only=shapes_only)
+        for i, leaf in enumerate(values)
+    ]
+    static = tuple([x if isinstance(x, _Fixed) else None for x in inputs])
+    arrays = [x for x in inputs if not isinstance(x, _Fixed)]
+    if call.lengths:
+        arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
+    frame = _Frame(shell, static, options, place, tuple(call.lengths), call.cut, weak)
+    return frame, arrays, filling
+
+
+def _as_input(value: Any, call: KernelCall, place: int, *, shapes_only: bool) -> Any:
+    """Return the array to trace, or the static value, for a leaf without a rank.
+
+    Equal values are distinguished: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``; not NaN.
+    """
+    if is_array(value) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
+        return value
+    if hasattr(value, "__jax_array__"):
+        return jnp.asarray(value)
+    kind = type(value)
+    if isinstance(value, (float, complex)):
+        return _Fixed(value, (kind, value.real.hex(), value.imag.hex()))
+    try:
+        hash(value)
+    except TypeError:
+        others = sorted(call.others.items())  # as in a flattened dict
+        paths = list(call.structure.paths)
+        paths += [path for n, other in others for path, _ in leaves_with_names(other, n)]
+        if paths[place] == "self":
+            return _Fixed(value, (kind, id(value)))
+        raise TypeError(
+            f"{call.site}: {paths[place]} is not an array, so jit=True makes it a static "
+            f"argument, but {kind.__name__} cannot be hashed; pass a hashable value "
+            "(a tuple for a list), or an array"
+        ) from None
+    return _Fixed(value, (kind, value))
+
+
+def _run(kernel: KernelSpec, frame: _Frame, arrays: Sequence[Any]) -> Any:
+    traced = iter(arrays)
+    values = [next(traced) if fixed is None else fixed.value for fixed in frame.static]
+    for i in frame.weak:
+        values[i] = weakened(values[i])
+    call = frame.shell.call(kernel, values)
+    if call.structure.nodes:
+        return call_ragged(call)
+    lengths = dict(zip(frame.filled, traced, strict=True))
+    call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
+    out = evaluate(call, marked(call, frame.options), frame.place)
+    are_states = frame.options.reduce is not None and frame.options.reduce.of_run is not None
+    return with_places(out, call, frame.options) if lengths and not are_states else out

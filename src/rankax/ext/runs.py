@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from rankax.core.base.arrays import flat_index, index_dtype, places_of
-from rankax.core.hooks import NO_RULES
 from rankax.core.plan.schedule import Level
+from rankax.core.protocols import NO_RULES
 from rankax.core.reduce.extrema import no_index
 from rankax.core.reduce.protocol import Outputs, Place, Reduction
 from rankax.core.reduce.row import Accumulator

@@ -27,9 +27,8 @@ import numpy as np
 
 import rankax
 from rankax._front.kernel import Kernel
+from rankax.call.kernels import flatten
 from rankax.core.base.messages import listed, plural
-from rankax.core.call.bind import flatten
-from rankax.core.hooks import is_node
 from rankax.core.plan.schedule import Shape
 from rankax.ext.blocks.backend import small_blocks
 from rankax.ext.blocks.call import call_on_blocks
@@ -38,7 +37,7 @@ from rankax.ext.blocks.on_streamed import STATES, Stage, Streamed
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
 from rankax.ext.ragged.call import RaggedCall
-from rankax.ext.ragged.type import Ragged
+from rankax.ext.ragged.type import Ragged, is_ragged
 from rankax.stream._ragged import filled_up, share_shapes, with_rows
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
@@ -379,7 +378,7 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
 
 def _name(tree: Any, name: str, site: str) -> None:
     """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
-    named = jax.tree_util.tree_flatten_with_path(tree, is_node)
+    named = jax.tree_util.tree_flatten_with_path(tree, is_ragged)
     for path, leaf in named[0]:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
         leaf = leaf.values if isinstance(leaf, Ragged) else leaf

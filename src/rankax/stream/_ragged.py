@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.call.bind import BoundKernel, rebind
+from rankax.call.kernels import KernelCall, rebind
 from rankax.ext.blocks.on_streamed import Stage, Streamed
 from rankax.ext.blocks.programs import OnBlocks
 from rankax.ext.lengths import Shared
@@ -21,7 +21,7 @@ from rankax.ext.ragged.results import check_declared_outputs, check_one_axis
 from rankax.ext.ragged.type import Ragged
 
 
-def filled_up(ragged: RaggedCall, site: str) -> BoundKernel:
+def filled_up(ragged: RaggedCall, site: str) -> KernelCall:
     """Return the call with items of one length, whose shapes are checked."""
     check_declared_outputs(ragged)
     call, leaves = ragged.call, list(ragged.call.leaves)

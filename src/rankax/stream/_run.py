@@ -20,9 +20,10 @@ import zarr
 from filelock import Timeout
 
 from rankax.core.base.messages import check_bool, first_of
-from rankax.core.hooks import METHODS
 from rankax.ext.blocks.on_streamed import Stage
 from rankax.ext.blocks.programs import unpacked
+from rankax.ext.check.call import nonfinite
+from rankax.ext.check.ragged import RaggedItems
 from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Block, Job, prepared
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
@@ -222,7 +223,7 @@ def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: An
             begins, count = [0], len(indices)
     else:
         called = stage.fun.called(inputs)
-        found = METHODS["nonfinite"](*called, 10, gradient=False)
+        found = nonfinite(*called, 10, gradient=False, ragged=RaggedItems)
         what, indices, count = "what is reduced is not finite", found.indices, found.count
     named = [str(tuple(index)) for index in (indices[:10] + begins).tolist()]
     # Finite items may become NaN, such as the product of a number that overflows and 0.

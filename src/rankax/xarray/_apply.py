@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from rankax._front.kernel import Kernel
-from rankax.core.call.bind import bind, flatten, rebind
-from rankax.core.call.run import run
-from rankax.core.options import Options
+from rankax._options import Options
+from rankax.call.kernels import bind, flatten, rebind
+from rankax.pipeline import evaluate
 from rankax.xarray import _named
 
 
@@ -128,7 +128,7 @@ def apply(
     def on_shapes(shapes: dict[int, Any]) -> Any:  # without the batch dimensions that remain
         given = arguments(shapes)
         plain = Options(reduce=declared.preset.reduce, reduce_axis=axes)
-        return run(bind(declared, given.args, given.kwargs), plain)
+        return evaluate(bind(declared, given.args, given.kwargs), plain)
 
     shapes = {i: s for i, leaf in enumerate(leaves) if (s := leaf.shape(reduced)) is not None}
     out = jax.eval_shape(on_shapes, shapes)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax.call.kernels import KernelCall, KernelSpec, is_number
 from rankax.core.base.messages import listed, plural
 from rankax.core.base.trees import (
     children_of,
@@ -21,7 +22,6 @@ from rankax.core.base.trees import (
     leaves_with_names,
     spread_prefix,
 )
-from rankax.core.call.bind import BoundKernel, KernelSpec, is_number
 from rankax.core.declare.dims import Dim, Rank
 from rankax.core.declare.ranks import ranks_of_leaves
 from rankax.ext.blocks.arrays import blocks_of
@@ -80,7 +80,7 @@ class NamedLeaf:
         return jax.ShapeDtypeStruct(self.value.shape, dtype)
 
 
-def named_leaves(call: BoundKernel, core_dims: Any, site: str) -> list[NamedLeaf]:
+def named_leaves(call: KernelCall, core_dims: Any, site: str) -> list[NamedLeaf]:
     """Return the leaves of a call, with the core dimensions of the named arrays."""
     structure = call.structure
     triples = zip(call.leaves, structure.paths, structure.ranks, strict=True)

@@ -162,3 +162,11 @@ def clear_caches() -> None:
     (5,)
     """
     caches.clear()
+
+
+class KeptDict(dict[Any, Any]):
+    """A dict that is listed among the caches: `Kept` looks a key up twice."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        caches.add(self, what)

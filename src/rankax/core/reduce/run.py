@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The argument ``reduce``: how it is read, what it asks of an item, and of a row in each pass.
+"""The argument ``reduce``: what it asks of an item, and of a row in each pass.
 
 A run is some items of a row, such as one device's part or one dask block; for a reduction that
 depends on their order, they are consecutive. For `Reductions` with ``of_run``, `RowReduction`
@@ -17,7 +17,6 @@ nothing and send nothing back, even where their value or derivative is NaN:
 """
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
@@ -37,16 +36,13 @@ from rankax.core.base.trees import (
     leaves_with_names,
     subtrees_with_entries,
 )
-from rankax.core.hooks import HINTS, Rules
 from rankax.core.loop.spec import items_at
 from rankax.core.plan.schedule import Level
+from rankax.core.protocols import Rules
 from rankax.core.reduce.extrema import Arg
-from rankax.core.reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
+from rankax.core.reduce.protocol import FILL, Marked, MisfitError, Outputs, Reduction
 from rankax.core.reduce.row import Accumulation, Row
 from rankax.core.trace.programs import ItemProgram, trace_item
-
-#: The reductions that `reduce` knows by name; extensions add theirs.
-BY_NAME: dict[str, Reduction] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,70 +105,6 @@ class Reductions:
 
     def __str__(self) -> str:
         return listed(list(dict.fromkeys(entry.label for entry in self.entries)))
-
-
-def read_reductions(value: Any, site: str) -> Reductions:
-    """Read names and objects; refuse anything else.
-
-    Parameters
-    ----------
-    value : str, Reduction, None, or a pytree of those
-    site : str
-        The name of the called function, for errors.
-    """
-    leaves, tree = jax.tree.flatten(value, is_leaf=lambda node: node is None)
-    parts = [_parts(leaf, site) for leaf in leaves]
-    entries, structure = jax.tree.flatten(tree.unflatten(parts))
-    if all(entry.is_kept for entry in entries):
-        raise ValueError(f"{site}: reduce names no reduction, got {value!r}")
-    ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in parts))
-    places = tuple(map(range, [0, *ends], ends))
-    return Reductions(tuple(entries), structure, tree, places)
-
-
-def _parts(leaf: Any, site: str) -> Any:
-    """Return a reduction, or a tuple or dict of several."""
-    if not isinstance(leaf, Several):
-        return _reduction(leaf, site)
-    mask = checked_where(leaf.where, site)
-    return jax.tree.map(lambda part: _reduction(part, site).of_items(mask), leaf.reductions)
-
-
-def _reduction(leaf: Any, site: str) -> Reduction:
-    if leaf is None:
-        return Keep()
-    if isinstance(leaf, Reduction):
-        checked_where(leaf.where, site)
-        return leaf
-    if isinstance(leaf, type) and issubclass(leaf, Reduction):
-        raise TypeError(
-            f"{site}: reduce got the class {leaf.__name__}; call it: {leaf.__name__}(...)"
-        )
-    known = listed(list(BY_NAME), "or")
-    if not isinstance(leaf, str):
-        name = getattr(leaf, "__name__", None)  # such as jnp.sum
-        hint = f"; did you mean {name!r}?" if name in BY_NAME else ""
-        raise TypeError(
-            f"{site}: reduce must hold names ({known}), objects of rankax.reductions and None, "
-            f"got {type(leaf).__name__} {name or repr(leaf)}{hint}"
-        )
-    if leaf not in BY_NAME:
-        close = difflib.get_close_matches(leaf, BY_NAME, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"available: {listed(list(BY_NAME))}"
-        hint = HINTS.get(leaf, hint)
-        raise ValueError(f"{site}: no reduction is called {leaf!r}; {hint}")
-    return BY_NAME[leaf]
-
-
-def checked_where(value: Any, site: str) -> str | int | None:
-    """Return the name of a mask; refuse anything else."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int))):
-        raise TypeError(
-            f"{site}: where must be the key, field or index of an output, got "
-            f"{type(value).__name__} {value!r}"
-            + ("; pass the array to the kernel, and return it" if hasattr(value, "shape") else "")
-        )
-    return value
 
 
 @jax.tree_util.register_static

@@ -8,8 +8,6 @@ imported that package.
 import sys
 from typing import Any
 
-from rankax.core.hooks import FOREIGN
-
 # The module and the classes of each package.
 _CLASSES = {
     "dask": ("dask.array", ("Array",)),
@@ -48,6 +46,3 @@ def in_blocks(package: str, name: str, path: str) -> TypeError:
             "shape of one block here, as a jax.ShapeDtypeStruct"
         )
     return TypeError(f"{name}(): {path} is {what}")
-
-
-FOREIGN.append((blocks_of, in_blocks))

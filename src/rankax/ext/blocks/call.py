@@ -23,11 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._options import DEFAULTS, Options
+from rankax.call.kernels import KernelCall, is_array, is_number
 from rankax.core.base.messages import listed, plural, traced_as
 from rankax.core.base.trees import leaves_with_names
-from rankax.core.call.bind import BoundKernel, is_array, is_number
-from rankax.core.hooks import METHODS
-from rankax.core.options import DEFAULTS, Options
 from rankax.core.plan.schedule import Plan
 from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.ext.blocks import programs
@@ -36,7 +35,7 @@ from rankax.ext.blocks.backend import Backend, Batch, BatchChunks, Input, small_
 from rankax.ext.runs import RunStates
 
 
-def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
+def call_on_blocks(mapped: Any, call: KernelCall, options: Options) -> Any:
     """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
     kernel = call.kernel
     site = f"{kernel.name}()"
@@ -51,16 +50,15 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         "length; give the chunks only a few lengths",
     }
     for name, why in refused.items():
-        if (value := getattr(options, name)) != DEFAULTS[name]:
+        if (value := getattr(options, name)) != getattr(DEFAULTS, name):
             raise TypeError(
                 f"{site}: {name}={value!r} {why}, and "
-                f"{kernel.name}.with_options({name}={DEFAULTS[name]})"
+                f"{kernel.name}.with_options({name}={getattr(DEFAULTS, name)})"
             )
     call = dataclasses.replace(call, leaves=leaves)
-    nesting = call.plan(options)
-    plan = nesting.plan
-    if nesting.splits:
-        path = call.structure.paths[nesting.splits[0].position]
+    plan = call.plan(options)
+    if plan.splits:
+        path = call.structure.paths[plan.splits[0].position]
         raise TypeError(
             f"{site}: {path} has the rank SplitKey, but {evaluator} evaluates block by block, and "
             "each block would count its items from 0 and draw the same numbers; pass a key for "
@@ -95,7 +93,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.maps()
 
 
-def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
+def _checked_leaves(call: KernelCall) -> tuple[str, list[Any]]:
     """Return the package that evaluates a call, and the leaves, which JAX or the package can take.
 
     Arrays of two packages are refused, and so are arrays in blocks without a rank.
@@ -333,6 +331,3 @@ class _BlockCall:
                     f"axes can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
                     "to one chunk"
                 )
-
-
-METHODS["foreign"] = call_on_blocks

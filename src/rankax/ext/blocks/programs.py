@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, Shell, bind, is_number, rebind
 from rankax.core.base.cache import Kept
 from rankax.core.base.trees import check_outputs
-from rankax.core.call.bind import BoundKernel, Shell, bind, is_number, rebind
-from rankax.core.call.run import run
-from rankax.core.options import Options
 from rankax.core.reduce.protocol import FILL, Marked, Outputs
 from rankax.ext.blocks.checksum import checksum
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.results import call_ragged
 from rankax.ext.ragged.type import Ragged
 from rankax.ext.runs import RunStates
+from rankax.pipeline import evaluate
 
 Array = np.ndarray[Any, Any]
 Items = Sequence[jax.ShapeDtypeStruct]  # one item of each of several arrays
@@ -107,7 +107,7 @@ class Setup:
         reductions = self.mapped.spec.preset.reduce
         return reductions.of_items(FILL) if reductions and self.is_ragged else reductions
 
-    def call(self, values: Sequence[Any]) -> BoundKernel:
+    def call(self, values: Sequence[Any]) -> KernelCall:
         """Bind a call of the kernel with these numbers and arrays among its leaves."""
         leaves = list(self.static)
         for (place, _, key_impl, _), value in zip(self.inputs, values, strict=True):
@@ -123,7 +123,7 @@ class Setup:
             if self.is_ragged and options.reduce is not None:
                 *front, count = call.plan_whole(options).batch_shape
                 call.lengths = {len(front): count}
-            return run(call, options)
+            return evaluate(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.
         given = {**options.values(), "jit": True, "where": None}  # a reduction has its mask
         spec = self.mapped.with_explicit(given, self.mapped.spec.name).spec
@@ -133,7 +133,7 @@ class Setup:
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""
-        out = run(self.call(values), Options())
+        out = evaluate(self.call(values), Options())
         check_outputs(self.mapped.spec.fun, out)
         return out
 

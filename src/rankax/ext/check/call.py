@@ -18,22 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, KernelSpec, bind
 from rankax.core.base.arrays import has_tangent, sharding_of, target_of
 from rankax.core.base.messages import check_bool, checked_int, positive_int
 from rankax.core.base.trees import check_outputs, leaves_with_names
-from rankax.core.call.bind import BoundKernel, KernelSpec, bind
-from rankax.core.call.run import run
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import ranks_of_leaves
 from rankax.core.loop.spec import PLACE
-from rankax.core.options import Options
 from rankax.core.plan.schedule import Shape
 from rankax.core.reduce.protocol import Several
-from rankax.core.reduce.run import find_mask, read_reductions
+from rankax.core.reduce.run import find_mask
 from rankax.core.trace.programs import subprograms
 from rankax.ext.check.ulps import difference, is_rounding, most_ulps, numbers_of
 from rankax.ext.ragged.type import Ragged
+from rankax.ext.reductions.read import read_reductions
 from rankax.ext.reductions.winners import TopK
+from rankax.pipeline import evaluate
 
 Index = tuple[int, ...]
 
@@ -111,7 +112,7 @@ class NonFinite:
 class CallItems:
     """The items of a bound call."""
 
-    def __init__(self, call: BoundKernel, options: Options) -> None:
+    def __init__(self, call: KernelCall, options: Options) -> None:
         self.call, self.plan = call, call.plan_whole(options)
         self.shape = self.plan.batch_shape
 
@@ -159,7 +160,7 @@ class CallItems:
 
     # `RaggedItems` overrides these.
 
-    def reduced(self, fun: Callable[[BoundKernel], Any], explicit: dict[str, Any]) -> Any:
+    def reduced(self, fun: Callable[[KernelCall], Any], explicit: dict[str, Any]) -> Any:
         """Reduce what a function returns for each item, which it gets as a call."""
         call, spec = self.call, self.call.kernel
 
@@ -171,7 +172,7 @@ class CallItems:
         declaration = dataclasses.replace(spec.declaration, **seen)
         items = KernelSpec(of_item, declaration, {}, spec.members)
         args = call.arguments
-        return run(bind(items, args.args, args.kwargs), Options(**explicit))
+        return evaluate(bind(items, args.args, args.kwargs), Options(**explicit))
 
     def has_rows(self, index: Index) -> bool:  # noqa: ARG002
         """Whether the kernel can be evaluated for this item by itself."""
@@ -249,7 +250,7 @@ def check(
     return CheckReport(kernel.spec.name, them.shape, tuple(chosen), tuple(differences), padding)
 
 
-def _dtypes_inside(kernel: Any, call: BoundKernel) -> set[Any]:
+def _dtypes_inside(kernel: Any, call: KernelCall) -> set[Any]:
     """Return the dtypes of all that a call computes."""
     floats = {i: jnp.asarray(x) for i, x in enumerate(call.leaves) if has_tangent(x)}
 
@@ -382,14 +383,14 @@ def nonfinite(
 
 def _is_odd(
     spec: KernelSpec, mask: str | int | None, gradient: bool
-) -> Callable[[BoundKernel], jax.Array]:
+) -> Callable[[KernelCall], jax.Array]:
     """Return a function that says whether an item is not finite: a number, to be ranked."""
 
     def is_finite(tree: Any) -> jax.Array:
         leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if has_tangent(x)]
         return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
-    def is_odd(call: BoundKernel) -> jax.Array:
+    def is_odd(call: KernelCall) -> jax.Array:
         masks, ranks = call.masks or {}, call.structure.ranks
         places = [i for i, leaf in enumerate(call.leaves) if gradient and has_tangent(leaf)]
 

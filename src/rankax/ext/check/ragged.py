@@ -2,7 +2,6 @@
 """``kernel.check`` of ragged items: by themselves, with their own rows, and filled up otherwise."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, rebind
 from rankax.core.base.arrays import has_tangent, target_of
 from rankax.core.base.messages import listed
-from rankax.core.call.bind import BoundKernel, rebind
-from rankax.core.hooks import METHODS
-from rankax.core.options import Options
 from rankax.core.plan.schedule import Shape
-from rankax.ext.check.call import CallItems, Index, check, nonfinite
+from rankax.ext.check.call import CallItems, Index
 from rankax.ext.check.ulps import difference, most_ulps, numbers_of
 from rankax.ext.ragged.call import RaggedCall, dense_shell
 from rankax.ext.ragged.results import call_ragged
@@ -34,7 +32,7 @@ class RaggedItems(CallItems):
     for each of these are filled up with zeros to the longest item, to be compared at once.
     """
 
-    def __init__(self, call: BoundKernel, options: Options) -> None:
+    def __init__(self, call: KernelCall, options: Options) -> None:
         self.call, self.ragged = call, RaggedCall.of(call, None)
         self.shape = self.ragged.dense.batch_shape
         self.options = options.replace(batch_shape=self.shape)
@@ -99,7 +97,7 @@ class RaggedItems(CallItems):
         leaves = self._with(jax.tree.map(jnp.asarray, rows), self.call.leaves)
         return self._dense(leaves, lengths).arguments(index)
 
-    def reduced(self, fun: Callable[[BoundKernel], Any], explicit: dict[str, Any]) -> Any:
+    def reduced(self, fun: Callable[[KernelCall], Any], explicit: dict[str, Any]) -> Any:
         spec = self.call.kernel
         declaration = dataclasses.replace(spec.declaration, outputs=None)
         items = type(spec)(spec.fun, declaration, explicit, spec.members)
@@ -172,7 +170,3 @@ def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
     """Whether outputs are equal up to rounding."""
     target, pairs = target_of(found), zip(wanted, found, strict=True)
     return all(difference(x, y, target)[0] <= most_ulps(x.dtype, target) for x, y in pairs)
-
-
-METHODS["check"] = functools.partial(check, ragged=RaggedItems)
-METHODS["nonfinite"] = functools.partial(nonfinite, ragged=RaggedItems)

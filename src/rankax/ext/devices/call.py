@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 
+from rankax._options import Options
+from rankax.call.base import Call
 from rankax.core.base.arrays import is_spread
-from rankax.core.call.run import Bound
-from rankax.core.hooks import PLACES, TRIED, Layout, Placement
-from rankax.core.options import Option, Options, register
 from rankax.core.plan.schedule import Plan
+from rankax.core.protocols import Layout, Placement
 from rankax.core.trace.programs import ItemProgram, has_order
 from rankax.ext.devices.mesh import Parts, inside
 from rankax.ext.devices.over_parts import SharedLayout
-from rankax.ext.devices.place import checked_devices, committed_elsewhere, find_parts, put
+from rankax.ext.devices.place import committed_elsewhere, find_parts, put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class OnDevices(Placement):
     def around(self, site: str) -> contextlib.AbstractContextManager[Any]:
         return committed_elsewhere(site, self.parts)
 
-    def put(self, values: Sequence[Any], bound: Bound, options: Options) -> list[Any]:
+    def put(self, values: Sequence[Any], bound: Call, options: Options) -> list[Any]:
         axes = cut_axes(bound, options, self.parts)
         return [put(x, axes.get(i), self.parts[0]) for i, x in enumerate(values)]
 
@@ -52,12 +52,13 @@ class OnDevices(Placement):
         return SharedLayout(plan.batch_shape, self.parts, whole.batch_axes, plan.reduced)
 
 
-def _place_of(bound: Bound, options: Options) -> OnDevices | None:
+def devices_of(bound: Call, options: Options) -> OnDevices | None:
+    """Return the devices that share the batch of a call, if several do."""
     parts = parts_of(bound, options)
     return OnDevices(parts) if parts else None
 
 
-def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
+def parts_of(bound: Call, options: Options) -> tuple[Parts, ...]:
     """Return the parts of the batch of a call; none if `jax.vmap` will do."""
     devices = options.devices
     if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
@@ -85,7 +86,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     return () if 0 in shape else tuple(each for each in parts if each.axis in serves)
 
 
-def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
+def cut_axes(bound: Call, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
     """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
     whole = bound.plan_whole(options)
     axis = parts[0].axis
@@ -94,14 +95,9 @@ def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[i
     return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
 
 
-def _tried(call: Any) -> list[Any]:
+def tried(call: Any) -> list[Any]:
     # What is committed to one device is meant to stay there.
     is_free = not any(getattr(x, "committed", False) for x in call.values)
     if call.defaults.devices is not None or jax.local_device_count() == 1 or not is_free:
         return []
     return [((call.bound, 256, 4096, 1024), {"devices": "all"})]
-
-
-TRIED.append(_tried)
-PLACES.add("devices", _place_of)
-register(Option("devices", None, checked_devices, scoped=True, cuts=bool))

@@ -36,11 +36,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from rankax.core.base.arrays import SMALL, as_weak, counted, gated, in_32_bits
-from rankax.core.call.nest import Begins, Nest
-from rankax.core.hooks import Layout
 from rankax.core.plan.schedule import Shape
+from rankax.core.protocols import Layout
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.programs import ItemProgram
+from rankax.core.walk import Begins, Nest
 from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
 from rankax.ext.runs import RunStates

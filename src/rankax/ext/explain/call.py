@@ -6,29 +6,28 @@ from typing import Any
 
 import jax
 
+from rankax._options import AUTO, Options
+from rankax.call.kernels import KernelCall
 from rankax.core.base.arrays import inside_call, on_mesh, shape_of
-from rankax.core.call.bind import BoundKernel
-from rankax.core.call.run import Traced, fit, traced, untraced
-from rankax.core.hooks import METHODS, NOTES, PLANNED, Placement, observed, place_of
-from rankax.core.options import AUTO, Options
 from rankax.core.plan.schedule import Plan
+from rankax.core.protocols import Placement
+from rankax.ext import cpu_math
 from rankax.ext.bucket import fill_up, marked
 from rankax.ext.explain.plan import BatchPlan, shown
+from rankax.ext.memory import choose as memory
+from rankax.ext.xla_cpu.slow_chunks import warn_of_small_chunks
+from rankax.pipeline import Traced, by_hand, fit, observed, place_of, prepared, traced
 
 
-def _plan(call: BoundKernel) -> BatchPlan:
+def plan_kernel(call: KernelCall) -> BatchPlan:
     options = call.kernel.options()
     call = fill_up(call, options)
     plan = plan_of(call, marked(call, options))
-    for tell in PLANNED:
-        tell(plan, options.at(call.leaves).on_cpu)
+    warn_of_small_chunks(plan, options.at(call.leaves).on_cpu)
     return plan
 
 
-METHODS["plan"] = _plan
-
-
-def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
+def plan_of(bound: KernelCall, options: Options) -> BatchPlan:
     """Return what a call would do; the arguments may be shapes, for which tracers stand in."""
     values, shell = bound.split()
     at = [i for i, value in enumerate(values) if isinstance(value, jax.ShapeDtypeStruct)]
@@ -51,10 +50,10 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
     return found[0]
 
 
-def _planned(bound: BoundKernel, options: Options, place: Placement) -> BatchPlan:
-    call = bound.prepared(options, place)
+def _planned(bound: KernelCall, options: Options, place: Placement) -> BatchPlan:
+    call = prepared(bound, options, place)
     found = {"untouched": bound.untouched(), "filled": tuple(bound.lengths.items())}
-    if (plan := untraced(call, options, place)) is not None:
+    if (plan := by_hand(call, options, place)) is not None:
         return shown(plan, **found)
     with observed(options, bound.name):
         own = traced(call, options, place)
@@ -72,6 +71,4 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
         notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
-    for hook in NOTES:
-        notes += hook(options, jaxpr, plan)
-    return tuple(notes)
+    return (*notes, *cpu_math.notes(options, jaxpr), *memory.notes(options, jaxpr, plan))

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from rankax.core.hooks import CHOOSERS, PASSES, TRACED, TRIED
+from rankax._options import Options
 from rankax.core.loop.loop import sinks_of
-from rankax.core.options import Options, bool_option, register
 from rankax.core.plan.schedule import Chunks, Plan
 from rankax.core.reduce.row import Ordered, Row, Steps
+from rankax.core.trace.programs import ItemProgram
 from rankax.ext.lanes.call import (
     check_lanes,
     in_lockstep,
@@ -78,7 +78,7 @@ class ReversePass:
         return with_reverse_pass(jaxpr, site) if has_plain_loop(jaxpr.eqns) else None
 
 
-_REVERSE = ReversePass()
+REVERSE = ReversePass()
 
 
 def plan_lanes(plan: Plan, lanes: LaneWalker) -> Plan:
@@ -98,41 +98,35 @@ def plan_lanes(plan: Plan, lanes: LaneWalker) -> Plan:
     return dataclasses.replace(plan, levels=levels)
 
 
-def _choose(call: Any, part: Any, fitted: Any) -> Any:
-    """Plan in lanes if items part somewhere."""
-    machine, on_cpu = cut_program(call.item.closed), call.options.on_cpu
-    before = fitted.planner
+def planner(
+    item: ItemProgram, options: Options, whole: Plan
+) -> tuple[tuple[str, ...], Callable[[Any], Plan] | None]:
+    """Return where items part, and how their call is planned, from the chunk size, if they do.
 
-    def planner(options: Options) -> Plan:
-        if not machine.ends:
-            return before(options)
-        lanes = LaneWalker(options.most or most_lanes(machine, on_cpu=on_cpu), ROUNDS[on_cpu])
-        return plan_lanes(part.plan_whole(options), lanes)
+    ``whole``: the plan without chunks.
+    """
+    machine, on_cpu = cut_program(item.closed), options.on_cpu
+    if not machine.ends:
+        return machine.ends, None
+    check_lanes(item)
 
-    if machine.ends:
-        check_lanes(call.item)
-    is_walked = bool(machine.ends) or has_plain_loop(call.item.closed.eqns)
-    found = {**fitted.found, "ends": machine.ends}
-    return fitted._replace(planner=planner, found=found, is_walked=fitted.is_walked or is_walked)
+    def plan(chunk_size: Any) -> Plan:
+        count = chunk_size if isinstance(chunk_size, int) else most_lanes(machine, on_cpu=on_cpu)
+        return plan_lanes(whole, LaneWalker(count, ROUNDS[on_cpu]))
 
-
-def _is_traced(_: Any, __: Options, plan: Plan) -> bool:
-    """Whether the program of an item is needed: with a batch, also of no items."""
-    return bool(plan.levels)
+    return machine.ends, plan
 
 
-def _tried(call: Any) -> Iterator[Any]:
+def changes(item: ItemProgram, ends: Sequence[str]) -> bool:
+    """Whether the program of an item is walked in another way than `jax.vmap` maps it."""
+    return bool(ends) or has_plain_loop(item.closed.eqns)
+
+
+def tried(call: Any) -> Iterator[Any]:
     # Where items differ in cost, a loop or an expensive branch depends on the item.
     options = call.defaults
-    is_mapped = not call.gradient and "batched" not in options.given
+    is_mapped = not call.gradient and not options.batched
     if is_mapped and cut_program(call.item().closed).ends:
         yield (256, 64, 1024, call.bound or 0), {"lockstep": False}
     if not options.lockstep:
         yield (call.bound, 1, 256, 4096, 1024), {"lockstep": True}
-
-
-TRIED.append(_tried)
-CHOOSERS.add("lockstep", _choose)
-PASSES.add("lockstep", lambda _: _REVERSE)
-TRACED.add("lockstep", _is_traced)
-register(bool_option("lockstep", True, scoped=True, bounds=lambda value: not value))

@@ -4,94 +4,88 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr
 
-from rankax.core.call.nest import nest_of
-from rankax.core.call.run import Bound, Fitted, Traced
-from rankax.core.hooks import CHOOSERS, NOTES, TRACED, WARNINGS
+from rankax._options import Options
+from rankax.call.base import Call
 from rankax.core.loop.eager_programs import warn_once
-from rankax.core.options import Option, Options, register
-from rankax.core.plan.schedule import Plan
+from rankax.core.plan.schedule import Plan, Tiles
 from rankax.core.trace.programs import ItemProgram
-from rankax.ext.memory.budget import MemoryFit, checked_limit
+from rankax.core.walk import Nest
+from rankax.ext.memory.budget import MemoryFit
 from rankax.ext.memory.default import default_on_cpu, default_on_gpu, small_steps
 from rankax.ext.memory.limit import fit_to_limit
 
 
-def _choose_default(call: Traced, part: Bound, fitted: Fitted) -> Fitted:
-    """Bound a reduction that nothing bounds."""
-    options = call.options
-    jaxpr, levels = call.item.closed.jaxpr, part.plan_whole(options).levels
-    sizes = tuple(level.size for level in levels)
+def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles) -> int | None:
+    """Return how many items of a reduction are evaluated at once, if nothing else bounds them."""
+    jaxpr, sizes = item.closed.jaxpr, tuple(level.size for level in whole.levels)
     if options.on_cpu:
-        tile, most = fitted.tiles.forward, options.rules.most_reduced
-        size = default_on_cpu(jaxpr, sizes, tile and min(tile, most or tile))
-    else:
-        row = math.prod(level.size for level in levels if level.reduced)
-        size = default_on_gpu(jaxpr, sizes, row)
-    return fitted._replace(options=fitted.options.replace(chunk_size=size))
+        tile, most = tiles.forward, options.rules.most_reduced
+        return default_on_cpu(jaxpr, sizes, tile and min(tile, most or tile))
+    row = math.prod(level.size for level in whole.levels if level.reduced)
+    return default_on_gpu(jaxpr, sizes, row)
 
 
-def _choose_within_limit(call: Traced, part: Bound, fitted: Fitted) -> Fitted:
-    """Choose the chunk size that meets a memory limit."""
-    options = call.options
-    memory = _fit(call, part, fitted)
-    checkpoint = False if memory.stored else options.checkpoint
-    options = fitted.options.replace(chunk_size=memory.chunk_size, checkpoint=checkpoint)
-    return fitted._replace(options=options, found={**fitted.found, "memory": memory})
+def within_limit(
+    item: ItemProgram,
+    options: Options,
+    part: Call,
+    inputs: Sequence[int],
+    plan_of: Callable[[Any], Plan],
+    walk_of: Callable[[Plan, Options], Nest],
+    item_of_lengths: Callable[..., ItemProgram],
+    key: Any,
+) -> MemoryFit:
+    """Return the chunk size that meets a memory limit.
 
-
-def _fit(call: Traced, part: Bound, fitted: Fitted) -> MemoryFit:
-    options = call.options.replace(progress=False, jit=False)
-    item, inputs = _of_lengths(call), call.whole.mapped
-
-    def plan(chunk_size: int) -> Plan:
-        return fitted.planner(options.replace(chunk_size=chunk_size))
+    Parameters
+    ----------
+    item : ItemProgram
+    options : Options
+    part : Call
+        Of one device.
+    inputs : sequence of int
+        The leaves that an item takes.
+    plan_of, walk_of
+        Plan the call, from a chunk size, and walk a plan.
+    item_of_lengths : callable
+        Returns the item for chunks of some lengths, if it takes a whole chunk.
+    key : hashable
+        What else the memory depends on.
+    """
+    options = options.replace(progress=False, jit=False)
+    whole = item_of_lengths()
 
     def program(chunk_size: int, checkpoint: bool | None) -> tuple[int, Callable[..., Any]]:
-        planned = plan(chunk_size)
-        nest = nest_of(planned, inputs, options.replace(checkpoint=checkpoint))
-        own = _of_lengths(call, planned.in_flight)
-        others = own.closed.consts[len(item.closed.consts) :]
+        plan = plan_of(chunk_size)
+        walk = walk_of(plan, options.replace(chunk_size=chunk_size, checkpoint=checkpoint))
+        own = item_of_lengths(plan.in_flight)
+        others = own.closed.consts[len(whole.closed.consts) :]
 
         def measured(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            return jax.tree.leaves(nest.walk(own.with_constants([*consts, *others]), leaves))
+            return jax.tree.leaves(walk.walk(own.with_constants([*consts, *others]), leaves))
 
-        return planned.in_flight, measured
+        return plan.in_flight, measured
 
-    sizes = tuple(level.size for level in plan(1).levels)
-    leaves, key = [part.leaves[i] for i in inputs], (part.plan_whole(options), item.out_axes)
-    return fit_to_limit(part.site, options, sizes, item.closed, leaves, program, key)
-
-
-def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:
-    """Return the item; of a kernel that takes a chunk itself, for chunks of these lengths."""
-    form = call.bound.form
-    return call.item if form is None else form.of_lengths(call, *lengths)
+    sizes, leaves = (
+        tuple(level.size for level in plan_of(1).levels),
+        [part.leaves[i] for i in inputs],
+    )
+    key = key, item.out_axes
+    return fit_to_limit(part.site, options, sizes, whole.closed, leaves, program, key)
 
 
-def _warn_of_small_steps(call: Traced, plan: Any) -> None:
-    if small := small_steps(call.item.closed.jaxpr, plan):
+def warn_of_small_steps(item: ItemProgram, plan: Plan) -> None:
+    """Warn of a call that makes many small steps on a GPU."""
+    if small := small_steps(item.closed.jaxpr, plan):
         warn_once("small steps", small)
 
 
-def _notes(options: Options, jaxpr: Jaxpr, plan: Any) -> list[str]:
+def notes(options: Options, jaxpr: Jaxpr, plan: Plan) -> list[str]:
+    """Return what a plan says of the size of steps."""
     return [] if options.on_cpu else list(filter(None, [small_steps(jaxpr, plan)]))
-
-
-def _is_traced(_: Any, __: Options, plan: Plan) -> bool:
-    return not plan.is_empty
-
-
-CHOOSERS.add("auto", _choose_default)
-CHOOSERS.add("memory_limit", _choose_within_limit)
-WARNINGS.add("off_cpu", _warn_of_small_steps)
-NOTES.append(_notes)
-TRACED.add("memory_limit", _is_traced)
-register(
-    Option("memory_limit", None, checked_limit, scoped=True, bounds=lambda value: value is not None)
-)

@@ -42,15 +42,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, Shell, bind
 from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow
 from rankax.core.base.trees import leaves_with_names
-from rankax.core.call.bind import BoundKernel, Shell, bind
-from rankax.core.call.run import run
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import ranks_of_leaves
 from rankax.core.loop.loop import widen
 from rankax.core.loop.spec import PLACE
-from rankax.core.options import Options
 from rankax.core.plan.schedule import Shape
 from rankax.core.reduce.protocol import FILL
 from rankax.core.reduce.run import Reductions
@@ -71,13 +70,14 @@ from rankax.ext.ragged.padded import (
     read_at,
 )
 from rankax.ext.ragged.type import Ragged
+from rankax.pipeline import evaluate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RaggedCall:
     """A checked call with ragged arguments."""
 
-    call: BoundKernel
+    call: KernelCall
     options: Options
     dims: tuple[str, ...]
     dim_of: dict[int, int]  # the first dimension of each ragged leaf
@@ -90,7 +90,7 @@ class RaggedCall:
     shared: Shared | None = None  # the shapes of the batch, if it is one of several blocks
 
     @classmethod
-    def of(cls, call: BoundKernel, compiled: Compiled | None, **settings: Any) -> RaggedCall:
+    def of(cls, call: KernelCall, compiled: Compiled | None, **settings: Any) -> RaggedCall:
         """Check a call; with ``compiled``, its parts are called by compiled programs.
 
         ``settings``: the fields that have defaults.
@@ -271,7 +271,7 @@ class RaggedCall:
         dims = [self.dims.index(name) if name in self.dims else None for name in names]
         return list(zip(paths, dims, strict=True))
 
-    def bound(self, group: Group, reduce: Reductions | None = None) -> BoundKernel:
+    def bound(self, group: Group, reduce: Reductions | None = None) -> KernelCall:
         """Return the ordinary call of one group."""
         call, (roles, mapped, counts, whole) = self.call, self.arguments
         explicit = {name: x for name, x in call.kernel.explicit.items() if name != "bucket"}
@@ -297,12 +297,12 @@ class RaggedCall:
         axis = len(self.dense.batch_shape) - 1
         return dataclasses.replace(bound, lengths={axis: len(group.items)})
 
-    def evaluate(self, bound: BoundKernel) -> Any:
+    def evaluate(self, bound: KernelCall) -> Any:
         """Evaluate the call of one group."""
         if self.compiled is not None:
             return self.compiled(bound)
         bound = dataclasses.replace(bound, is_kept=not self.is_staged)
-        return run(bound, marked(bound, bound.kernel.options()))
+        return evaluate(bound, marked(bound, bound.kernel.options()))
 
 
 def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:
@@ -324,7 +324,7 @@ def _reshaped(leaf: Any, shape: Shape) -> Any:
     return resized([leaf], [shape])[0]
 
 
-def dense_shell(call: BoundKernel) -> Shell:
+def dense_shell(call: KernelCall) -> Shell:
     """Return the shell of a call with an array in place of each `Ragged`."""
     tree = call.shell.treedef.unflatten(call.leaves)
     dense = jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, Ragged))

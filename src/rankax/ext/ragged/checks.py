@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall
 from rankax.core.base.arrays import is_spread
-from rankax.core.call.bind import BoundKernel
-from rankax.core.options import Options
 
 
-def check_options(call: BoundKernel, options: Options) -> None:
+def check_options(call: KernelCall, options: Options) -> None:
     if options.batched:
         path = call.structure.paths[next(iter(call.structure.nodes))]
         raise TypeError(
@@ -25,7 +25,7 @@ def check_options(call: BoundKernel, options: Options) -> None:
             )
 
 
-def dimensions(call: BoundKernel) -> dict[int, str]:
+def dimensions(call: KernelCall) -> dict[int, str]:
     """Return the first dimension of each ragged leaf; refuse what does not go together."""
     found: dict[int, str] = {}
     first: dict[str, int] = {}  # the leaf that has a dimension first

@@ -21,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, KernelSpec, Shell, rebind
 from rankax.core.base.arrays import is_ref, weakened, zeros
 from rankax.core.base.cache import Kept
 from rankax.core.base.messages import traced_as
-from rankax.core.call.bind import BoundKernel, KernelSpec, Shell, rebind
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import Declaration
 from rankax.core.loop.eager_programs import opened
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import PLACE, item_key
-from rankax.core.options import Options
 from rankax.core.plan.schedule import Plan
 from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions
@@ -40,7 +40,7 @@ from rankax.core.trace.programs import ItemProgram, evaluate, with_variables
 ITEMS, MAPPED, WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
 
 T = TypeVar("T")
-Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel, such as by its compiled program
+Compiled = Callable[[KernelCall], Any]  # calls a bound kernel, such as by its compiled program
 
 
 class Role(NamedTuple):
@@ -192,7 +192,7 @@ class PaddedItem(ItemProgram):
 
 
 @dataclasses.dataclass(eq=False)
-class PaddedCall(BoundKernel):
+class PaddedCall(KernelCall):
     """The eager call of a group."""
 
     padded: Padded = dataclasses.field(kw_only=True)

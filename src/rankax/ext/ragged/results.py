@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax.call.kernels import KernelCall
 from rankax.core.base.arrays import is_staged
 from rankax.core.base.messages import plural
 from rankax.core.base.trees import entries
-from rankax.core.call.bind import BoundKernel
 from rankax.core.declare.dims import Rank
-from rankax.core.hooks import METHODS
 from rankax.core.reduce.protocol import FILL
 from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import as_inputs, resized
@@ -32,7 +31,7 @@ from rankax.ext.runs import RunStates
 
 
 def call_ragged(
-    call: BoundKernel,
+    call: KernelCall,
     compiled: Compiled | None = None,
     of_item: Compiled | None = None,
     shared: Shared | None = None,
@@ -170,7 +169,7 @@ def check_declared_outputs(ragged: RaggedCall) -> None:
             )
 
 
-def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[BoundKernel]) -> None:
+def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[KernelCall]) -> None:
     """Refuse outputs that depend on the padded length, where their shapes do not show it."""
     first, last = bounds[0], bounds[-1]
     if len(bounds) == 1:
@@ -249,7 +248,7 @@ def _merged(
 # What `plan` prints.
 
 
-def plan_ragged(call: BoundKernel) -> BatchPlan:
+def plan_ragged(call: KernelCall) -> BatchPlan:
     """Return what `call_ragged` would do."""
     ragged = RaggedCall.of(call, call.kernel.part())
     parts = [
@@ -274,7 +273,3 @@ def plan_ragged(call: BoundKernel) -> BatchPlan:
         ragged=tuple(notes),
         parts=tuple((longest, part) for (_, longest), part in zip(groups, parts, strict=True)),
     )
-
-
-METHODS["nodes"] = lambda call: call_ragged(call, call.kernel.part())
-METHODS["plan_nodes"] = plan_ragged

@@ -14,7 +14,6 @@ import numpy as np
 from jax import core
 
 from rankax.core.base.messages import plural
-from rankax.core.hooks import NODES
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -205,12 +204,15 @@ def _checked_lengths(lengths: Any) -> np.ndarray[Any, Any]:
     return array.astype(np.int64)  # a copy, since the caller may change theirs
 
 
-def _refusal(call: Any, path: str) -> TypeError:
+def is_ragged(node: Any) -> bool:
+    """Whether a node of the arguments holds ragged items."""
+    return isinstance(node, Ragged)
+
+
+def refusal_of_ragged(site: str, path: str) -> TypeError:
+    """Return the error that says why ragged items cannot be taken here."""
     return TypeError(
-        f"{call.site}: {path} is Ragged, which goes with arrays of JAX and "
+        f"{site}: {path} is Ragged, which goes with arrays of JAX and "
         "NumPy only; beside an array of another package, pass a padded array, and a boolean "
         "array that says which rows are real"
     )
-
-
-NODES[Ragged] = _refusal

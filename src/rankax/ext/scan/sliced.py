@@ -16,8 +16,9 @@ from rankax.core.base.messages import check_bool, function_location
 from rankax.core.loop.loop import widen, write_chunk
 from rankax.core.plan.schedule import Chunks, Level
 from rankax.core.reduce.protocol import Outputs
-from rankax.core.reduce.run import Reductions, read_reductions, trace_reduced
+from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.core.trace.programs import with_shape
+from rankax.ext.reductions.read import read_reductions
 from rankax.ext.runs import RunStates, reduce_row
 from rankax.ext.scan.checkpointed import scan_checkpointed
 from rankax.ext.scan.loops import Loop, kept_indices, run_scan, scan_call

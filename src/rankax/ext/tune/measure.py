@@ -34,10 +34,9 @@ from typing import Any
 
 import jax
 
+from rankax._options import Options
+from rankax.call.kernels import bind
 from rankax.core.base.messages import check_bool
-from rankax.core.call.bind import bind
-from rankax.core.hooks import METHODS
-from rankax.core.options import Options
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
 from rankax.ext.tune.table import NOT_TRIED, Candidate, Tuning, measured_for
@@ -287,6 +286,3 @@ def _timed(run: Callable[[], Any], patience: float = 0) -> float:
     jax.block_until_ready(run())
     seconds = time.perf_counter() - begin
     return _timed(run) if seconds < patience else seconds
-
-
-METHODS["tune"] = tuned

@@ -12,18 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, KernelSpec, Shell, is_array
 from rankax.core.base.arrays import is_staged
-from rankax.core.call.bind import BoundKernel, KernelSpec, Shell, is_array
-from rankax.core.call.run import run
-from rankax.core.hooks import TRIED, is_node
-from rankax.core.options import Options
 from rankax.core.plan.schedule import Plan, Shape
 from rankax.core.trace.programs import ItemProgram
+from rankax.ext import cpu_math
 from rankax.ext.bucket import filled, filling_of
+from rankax.ext.devices import call as devices
 from rankax.ext.explain.call import plan_of
+from rankax.ext.lanes import walker as lanes
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.results import call_ragged, plan_ragged
-from rankax.ext.ragged.type import Ragged
+from rankax.ext.ragged.type import Ragged, is_ragged
+from rankax.ext.xla_cpu import library
+from rankax.pipeline import evaluate
 
 # Chunk sizes, the most promising first: small ones and large ones in turn.
 _SIZES = (256, 16, 4096, 4, 64, 1, 1024, 8, 2, 16384)
@@ -36,7 +39,7 @@ class Workload:
 
     Parameters
     ----------
-    call : BoundKernel
+    call : KernelCall
     bound : int, optional
         The largest chunk that may be used.
     gradient : bool
@@ -45,7 +48,7 @@ class Workload:
         How an error message begins.
     """
 
-    call: BoundKernel
+    call: KernelCall
     bound: int | None
     gradient: bool
     site: str
@@ -81,7 +84,7 @@ class Workload:
 
     # `RaggedWorkload` overrides these.
 
-    def filled(self) -> BoundKernel:
+    def filled(self) -> KernelCall:
         """Return the call with its arrays as they are evaluated."""
         filling = filling_of(self.call, self.call.kernel.options())
         call = filled(self.call, filling) if filling else self.call
@@ -109,9 +112,9 @@ class Workload:
             values[i] = values[i][tuple(map(slice, part.leaves[i].shape))]
         return values, self.shell
 
-    def evaluate(self, call: BoundKernel, options: Options) -> Any:
+    def evaluate(self, call: KernelCall, options: Options) -> Any:
         """Evaluate a call with other options."""
-        return run(call, options)
+        return evaluate(call, options)
 
     # These hold for both.
 
@@ -128,7 +131,7 @@ class Workload:
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
         if self.gradient and given.checkpoint is not False and bound is None:
             kinds.append(chunks(*_LARGE, checkpoint=False))
-        for tried in TRIED:
+        for tried in (cpu_math.tried, devices.tried, lanes.tried, library.tried):
             kinds += [chunks(*sizes, **changes) for sizes, changes in tried(self)]
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
         return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
@@ -191,7 +194,7 @@ class Workload:
 class RaggedWorkload(Workload):
     """A call with ragged items."""
 
-    def filled(self) -> BoundKernel:
+    def filled(self) -> KernelCall:
         self.ragged = RaggedCall.of(self.call, None)
         return self.call
 
@@ -221,18 +224,18 @@ class RaggedWorkload(Workload):
             return values, self.shell
         leaves = len(self.call.leaves)
         tree = jax.tree.map(
-            lambda x: Ragged.from_list([x.to_list()[n] for n in chosen]) if is_node(x) else x,
+            lambda x: Ragged.from_list([x.to_list()[n] for n in chosen]) if is_ragged(x) else x,
             self.shell.treedef.unflatten(values[:leaves]),
-            is_leaf=is_node,
+            is_leaf=is_ragged,
         )
         values[:leaves], treedef = jax.tree.flatten(tree)
         return values, self.shell._replace(treedef=treedef)
 
-    def evaluate(self, call: BoundKernel, options: Options) -> Any:
+    def evaluate(self, call: KernelCall, options: Options) -> Any:
         return call_ragged(_with(call, options))
 
 
-def _with(call: BoundKernel, options: Options) -> BoundKernel:
+def _with(call: KernelCall, options: Options) -> KernelCall:
     """Return a call with ragged items of a kernel that has other options."""
     spec, of_jit = call.kernel, {"jit": False, "bucket": False, "compiler_options": None}
     explicit = {**options.values(), **of_jit}

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from rankax.core.hooks import NO_RULES, TRIED
+from rankax.core.protocols import NO_RULES
 from rankax.ext.equations import FUNCTIONS, SUMS, operations
 from rankax.ext.xla_cpu.kept_values import computes_again
 
@@ -81,12 +81,9 @@ def pays_to_sum_in_loops(jaxpr: Any) -> bool:
     return short > long and not jaxpr.effects and not computes_again(jaxpr, LIBRARY_FROM)
 
 
-def _tried(call: Any) -> list[Any]:
+def tried(call: Any) -> list[Any]:
     given = dict(call.defaults.compiler_options or ())
     if not call.defaults.jit or call.defaults.rules is NO_RULES or OPTION in given:
         return []
     pairs = {**given, **PRODUCTS_ONLY}.items()
     return [((call.bound, 256, 16), {"compiler_options": tuple(sorted(pairs))})]
-
-
-TRIED.append(_tried)

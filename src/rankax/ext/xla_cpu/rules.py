@@ -36,9 +36,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from rankax.core.base.cache import switch
-from rankax.core.hooks import NO_RULES, Rules
-from rankax.core.options import COMPILER_RULES, Options, bool_option, register
 from rankax.core.plan.schedule import Level, Tiles
+from rankax.core.protocols import NO_RULES, Rules
 from rankax.core.reduce.extrema import Chosen
 from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
 from rankax.ext.xla_cpu import extremes, kept_residuals, kept_values, library
@@ -182,15 +181,3 @@ def rules_of(compiler_options: Mapping[str, Any]) -> Rules:
     if not holds:
         return NO_RULES
     return _BY_HAND if library.OPTION in compiler_options else _XLA_CPU
-
-
-def _rules_of_call(options: Options) -> Rules | None:
-    return (
-        rules_of(dict(options.compiler_options or ()))
-        if options.xla_cpu and options.on_cpu
-        else None
-    )
-
-
-COMPILER_RULES.append(_rules_of_call)
-register(bool_option("xla_cpu", DEFAULT, scoped=True, for_all=True))

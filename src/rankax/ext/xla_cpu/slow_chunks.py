@@ -6,7 +6,6 @@ import warnings
 import jax
 
 from rankax.core.base.messages import caller_level
-from rankax.core.hooks import PLANNED
 from rankax.core.plan.schedule import Plan
 
 # In JAX 0.11.1, the time of a map in small chunks is quadratic in their number (jax issue 40101).
@@ -23,6 +22,3 @@ def warn_of_small_chunks(plan: Plan, on_cpu: bool) -> None:
             f"{plan.in_flight}); use a chunk_size of {_NOT_SMALL} or more, or another JAX",
             stacklevel=caller_level(),
         )
-
-
-PLANNED.append(warn_of_small_chunks)

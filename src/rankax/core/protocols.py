@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""Where extensions act on a call: one place for each kind of hook, which the path of a call asks.
+"""What the engine asks of features: where a batch is evaluated, what walks it, who is told of it.
 
-Without extensions there are none, and a call is a nest of maps, or of loops over the program of one
-item. An extension adds its hooks when it is imported. What a hook receives and returns is described
-at its place; one that does not apply returns None, or False if that is asked.
+Each class says what it returns; what does not apply returns None.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Jaxpr
 
-from rankax.core.base.arrays import is_spread, on_every_device
+from rankax.core.base.arrays import on_every_device
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Shape, Tiles
-
-F = TypeVar("F")
 
 
 class Placement:
@@ -124,14 +120,6 @@ class Form:
         """Return the output of the kernel of a bound call for the leaves of one item."""
         return bound.call(leaves, plan)
 
-    def prepared(self, bound: Any, options: Any, place: Placement) -> Any:
-        """Return the call before it is planned. Calls with ragged items are not asked."""
-        return bound
-
-    def of_lengths(self, call: Any, *lengths: int) -> Any:
-        """Return the item of a traced call for chunks of these lengths."""
-        return call.item
-
 
 class Rules:
     """What a call does to work around a compiler: nothing, unless the rules for one say more.
@@ -191,112 +179,3 @@ class Rules:
 
 
 NO_RULES = Rules()
-
-
-class Hooks(Generic[F]):
-    """Functions of extensions, each for the calls that give an option (`Options.given`).
-
-    The functions of ``off_cpu`` are for calls that do not run on a CPU; only they ask where a call
-    runs.
-    """
-
-    def __init__(self) -> None:
-        self.all: list[tuple[str, F]] = []
-        self.names: set[str] = set()
-
-    def add(self, option: str, hook: F) -> None:
-        """Add a function for calls that give this option."""
-        self.all.append((option, hook))
-        self.names.add(option)
-
-    def of(self, options: Any) -> list[F]:
-        """Return those for a call with these options."""
-        names = options.given
-        if "off_cpu" in self.names and not options.on_cpu:
-            names = {*names, "off_cpu"}
-        if names.isdisjoint(self.names):  # as in most calls, each of which asks several times
-            return []
-        return [hook for name, hook in self.all if name in names]
-
-
-#: ``(bound, options) -> Placement``; also asked where an array is on several devices
-PLACES: Hooks[Callable[[Any, Any], Placement | None]] = Hooks()
-#: ``options -> Form``; a call has one, so options that have one exclude each other
-FORMS: Hooks[Callable[[Any], Form]] = Hooks()
-#: ``(options, name) -> context manager``, which returns an observer or None
-OBSERVERS: Hooks[Callable[[Any, str], contextlib.AbstractContextManager[Observer | None]]] = Hooks()
-#: ``options -> Pass``, or None
-PASSES: Hooks[Callable[[Any], Pass | None]] = Hooks()
-#: ``(bound, options, plan) -> bool``: whether a call without a loop needs the program of an item
-TRACED: Hooks[Callable[[Any, Any, Any], bool]] = Hooks()
-#: ``(call, part, fitted) -> fitted``: how a call that is traced runs, see `core/call/run.py`
-CHOOSERS: Hooks[Callable[[Any, Any, Any], Any]] = Hooks()
-#: ``(call, plan)``: before a call is compiled
-WARNINGS: Hooks[Callable[[Any, Any], None]] = Hooks()
-#: ``(options, jaxpr, plan) -> sentences`` for what ``plan`` prints, of any call
-NOTES: list[Callable[[Any, Any, Any], Iterable[str]]] = []
-#: what to suggest when ``reduce`` gets an unknown name
-HINTS: dict[str, str] = {}
-
-
-def place_of(bound: Any, options: Any) -> Placement:
-    """Return where a call is evaluated."""
-    is_asked = any(map(is_spread, bound.leaves))
-    hooks = [hook for _, hook in PLACES.all] if is_asked else PLACES.of(options)
-    for hook in hooks:
-        if (place := hook(bound, options)) is not None:
-            return place
-    return HERE
-
-
-def form_of(options: Any) -> Form | None:
-    """Return how a kernel with these options is called, if it does not take one item."""
-    forms = [form(options) for form in FORMS.of(options)]
-    if len(forms) > 1:
-        names = " and ".join(sorted(FORMS.names & options.given))
-        raise TypeError(f"{names} exclude each other: each says how the kernel is called")
-    return forms[0] if forms else None
-
-
-def passes_of(options: Any) -> tuple[Pass, ...]:
-    """Return what changes the program of an item."""
-    return tuple(found for each in PASSES.of(options) if (found := each(options)) is not None)
-
-
-def observed(options: Any, name: str) -> contextlib.AbstractContextManager[Observer | None]:
-    """Enter a call of this name; the context returns who is told of its steps."""
-    return next((each(options, name) for each in OBSERVERS.of(options)), contextlib.nullcontext())
-
-
-#: Classes of nodes of the arguments that a wrapper replaces before a call is evaluated, each with
-#: what returns the refusal where there is none: ``(call, path) -> error``.
-NODES: dict[type, Callable[[Any, str], Exception]] = {}
-#: ``leaf -> name of the package`` of an array that another package evaluates, and
-#: ``(package, kernel, path) -> error`` where that is not possible.
-FOREIGN: list[tuple[Callable[[Any], str | None], Callable[[str, str, str], Exception]]] = []
-
-
-#: What the methods of a kernel do, by name, and how a call is made that has foreign arrays
-#: (``foreign``) or nodes (``nodes``); each has the parameters of the caller in `_front/kernel.py`.
-METHODS: dict[str, Callable[..., Any]] = {}
-#: ``(plan, on_cpu)``: what else is told to who asks for a plan
-PLANNED: list[Callable[[Any, bool], None]] = []
-
-#: ``call -> pairs of chunk sizes and changes``: what else is tried where the fastest options of a
-#: call are searched; ``call`` has ``defaults``, ``bound``, ``gradient``, ``values``, ``item()``
-TRIED: list[Callable[[Any], Iterable[tuple[Sequence[int | None], dict[str, Any]]]]] = []
-
-
-def is_node(node: Any) -> bool:
-    """Whether a node of the arguments is one that a wrapper replaces."""
-    return isinstance(node, tuple(NODES))
-
-
-def foreign(leaf: Any) -> str | None:
-    """Return the name of the package that evaluates a leaf, or None."""
-    return next((name for package_of, _ in FOREIGN if (name := package_of(leaf))), None)
-
-
-def refusal_of_foreign(leaf: Any, kernel: str, path: str) -> Exception | None:
-    """Return the error that says why a function cannot take a leaf of another package."""
-    return next((new(name, kernel, path) for of, new in FOREIGN if (name := of(leaf))), None)

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._errors import BatchShapeError
+from rankax._options import NAMES, Options, resolve
+from rankax.call.base import Call, sizes_of
 from rankax.core.base.arrays import check_no_ref
-from rankax.core.base.cache import Kept, Members
+from rankax.core.base.cache import Kept, KeptDict, Members
 from rankax.core.base.messages import (
     caller_level,
     function_location,
@@ -31,11 +33,8 @@ from rankax.core.base.messages import (
     shortened,
 )
 from rankax.core.base.trees import check_outputs, check_returned, leaves_with_names
-from rankax.core.call.run import Bound, run, sizes_of
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
-from rankax.core.hooks import NODES, foreign, form_of, is_node, refusal_of_foreign
-from rankax.core.options import DEFAULTS, Options, resolve
 from rankax.core.plan.report import call_error, output_error
 from rankax.core.plan.schedule import (
     NO_ARRAY,
@@ -48,6 +47,8 @@ from rankax.core.plan.schedule import (
     leaf_plan,
     plan_ranks,
 )
+from rankax.ext.blocks.arrays import blocks_of, in_blocks
+from rankax.ext.ragged.type import is_ragged, refusal_of_ragged
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,23 +73,27 @@ class KernelSpec:
             and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
         }
 
+    @functools.cached_property
+    def programs(self) -> tuple[KeptDict, KeptDict]:
+        """Functions of the arrays by frame; `jax.jit` of them by frame and types (`ext/jit.py`).
+
+        Both are dicts, emptied when full: a warm call takes 2 to 7 % longer with `Kept`.
+        """
+        return KeptDict("functions of jit=True"), KeptDict("programs of jit=True")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "programs"}  # a copy compiles itself
+
     def options(self) -> Options:
         """Return the options of a call made now."""
         return resolve(self.explicit, self.preset)
-
-    def call(self, call: BoundKernel) -> Any:
-        """Evaluate a bound call."""
-        return run(call, self.options())
-
-    def part(self) -> Callable[[BoundKernel], Any] | None:
-        """Return what evaluates a part of a call, if `run` does not."""
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Bind arguments to parameters; a default with a rank counts as passed."""
         try:
             bound = self.declaration.signature.bind(*args, **kwargs)
         except TypeError as error:
-            options = DEFAULTS.keys() - self.declaration.signature.parameters.keys()
+            options = {*NAMES} - self.declaration.signature.parameters.keys()
             option = min(options & kwargs.keys(), default=None)
             if option is None:
                 masks = listed([*self.declaration.masks])
@@ -140,8 +145,8 @@ class KernelSpec:
                 f"{self.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
                 f"through jax.eval_shape({self.name}, ...), or to {self.name}.plan(...)"
             )
-        if (refusal := refusal_of_foreign(leaf, self.name, path)) is not None:
-            raise refusal
+        if (package := blocks_of(leaf)) is not None:
+            raise in_blocks(package, self.name, path)
         kind = type(leaf).__name__
         if isinstance(leaf, np.ma.MaskedArray):
             came = f"{kind}; pass {path}.filled(...), and the mask as an argument of its own"
@@ -175,10 +180,6 @@ class KernelSpec:
             f"{dtype} and shape {leaf.shape}; make keys with jax.random.key, not "
             f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
         )
-
-
-#: Which class a kernel has by an option that is given; otherwise `KernelSpec`.
-SPECS: dict[str, type[KernelSpec]] = {}
 
 
 # Leaves.
@@ -247,9 +248,9 @@ class Shell(NamedTuple):
 
     names: tuple[str, ...]  # of the arguments with a rank
     treedef: Any  # of these
-    others: Any = None  # the tree of the other arguments, if `BoundKernel.split` took them out
+    others: Any = None  # the tree of the other arguments, if `KernelCall.split` took them out
 
-    def call(self, kernel: KernelSpec, values: list[Any]) -> BoundKernel:
+    def call(self, kernel: KernelSpec, values: list[Any]) -> KernelCall:
         """Bind a call with these values."""
         count = self.treedef.num_leaves
         shell, others = self._replace(others=None), self.others.unflatten(values[count:])
@@ -257,7 +258,7 @@ class Shell(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class BoundKernel(Bound):
+class KernelCall(Call):
     """A bound call of a decorated kernel; its leaves come from the arguments with a rank."""
 
     kernel: KernelSpec
@@ -426,12 +427,12 @@ def bind(
     shapes_only: bool = False,
     takes_foreign: bool = False,
     takes_nodes: bool = False,
-) -> BoundKernel:
+) -> KernelCall:
     """Bind arguments and flatten those that have a rank.
 
     With ``takes_foreign``, a call with an array that another package evaluates is returned as soon
     as one is found, and marked; the wrapper checks its leaves. Otherwise such an array is refused.
-    So are nodes that a wrapper replaces (`core/hooks.py`, `NODES`), without ``takes_nodes``.
+    So are nodes that a wrapper replaces , without ``takes_nodes``.
     """
     bound = flatten(kernel, args, kwargs)
     if bound.structure.nodes and not takes_nodes:
@@ -441,7 +442,7 @@ def bind(
         if rank is None:
             continue
         if not (is_array(leaves[i]) or is_number(leaves[i])):
-            if takes_foreign and foreign(leaves[i]):
+            if takes_foreign and blocks_of(leaves[i]):
                 bound.is_foreign = True
                 return refuse_nodes(bound)
             path = structure.paths[i]
@@ -453,15 +454,14 @@ def bind(
     return bound
 
 
-def refuse_nodes(call: BoundKernel) -> BoundKernel:
+def refuse_nodes(call: KernelCall) -> KernelCall:
     """Return the call; refuse a node that no wrapper replaces here."""
-    for i, node in call.structure.nodes.items():
-        refusal = next(refusal for kind, refusal in NODES.items() if isinstance(node, kind))
-        raise refusal(call, call.structure.paths[i])
+    for i in call.structure.nodes:
+        raise refusal_of_ragged(call.site, call.structure.paths[i])
     return call
 
 
-def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
+def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
     """Do what `bind` does, without converting the leaves or checking what they are."""
     arguments = kernel.bind(args, kwargs)
     names = tuple([name for name in kernel.declaration.ranks if name in arguments.arguments])
@@ -471,7 +471,7 @@ def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def rebind(
     kernel: KernelSpec, shell: Shell, leaves: list[Any], others: dict[str, Any]
-) -> BoundKernel:
+) -> KernelCall:
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = zip(shell.names, shell.treedef.unflatten(leaves), strict=True)
     return _bound(kernel, kernel.rebind({**others, **dict(values)}), shell, leaves)
@@ -479,7 +479,7 @@ def rebind(
 
 def _bound(
     kernel: KernelSpec, arguments: inspect.BoundArguments, shell: Shell, leaves: list[Any]
-) -> BoundKernel:
+) -> KernelCall:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
     This includes rank 0, although the list could be a pytree of scalars: such a list needs a rank
@@ -497,9 +497,9 @@ def _bound(
                 f"jnp.asarray({name}). (For a list of separate scalars, declare a rank "
                 "for each.)"
             )
-    form, site, paths = form_of(kernel.preset), f"{kernel.name}()", structure.paths
-    return BoundKernel(
-        kernel.fun, kernel.name, site, leaves, paths, kernel, arguments, shell, structure, form=form
+    site, paths = f"{kernel.name}()", structure.paths
+    return KernelCall(
+        kernel.fun, kernel.name, site, leaves, paths, kernel, arguments, shell, structure
     )
 
 
@@ -512,8 +512,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            for at, node in leaves_with_names(subtree, path, stops=is_node):
-                if rank is not None and is_node(node):
+            for at, node in leaves_with_names(subtree, path, stops=is_ragged):
+                if rank is not None and is_ragged(node):
                     nodes[len(paths)] = jax.tree.map(lambda _: None, node)
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from rankax.core.base.arrays import in_32_bits, is_narrow
-from rankax.core.hooks import Observer, Pass, Rules, Walker, form_of, passes_of
 from rankax.core.loop.loop import map_level, on_explicit_mesh
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import number_items, vmap_level
-from rankax.core.options import Options
 from rankax.core.plan.schedule import Level, Plan
+from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
 from rankax.core.reduce.run import Reductions, RowReduction
 from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import ItemProgram
@@ -356,35 +355,40 @@ class _Walk:
 def nest_of(
     plan: Plan,
     inputs: tuple[int, ...],
-    options: Options,
-    observer: Observer | None = None,
     *,
+    reductions: Reductions | None = None,
+    rules: Rules = NO_RULES,
+    passes: tuple[Pass, ...] = (),
+    takes_chunks: bool = False,
+    checkpoint: bool = True,
     differentiable: bool = True,
+    observer: Observer | None = None,
 ) -> Nest:
-    """Build the nested maps of a plan; the other arguments are as in `Nest`."""
-    # Of what is not differentiated, nothing is ever recomputed.
-    checkpoint = differentiable and options.checkpoint is not False
+    """Build the nested maps of a plan.
+
+    Parameters
+    ----------
+    checkpoint : bool
+        Whether a reverse pass computes each chunk again.
+    observer : Observer, optional
+        Who is told of the steps of the outermost loop.
+    plan, inputs, reductions, rules, passes, takes_chunks, differentiable
+        As in `Nest`.
+    """
     levels: list[Level] = []
     for around, level in enumerate(plan.levels):
-        may_report = level.is_loop or level.reduced or level.walker  # only the outermost loop does
+        may_report = level.is_loop or level.reduced or level.walker
         levels.append(
             dataclasses.replace(
                 level,
                 # A numbered level passes on the places along the levels around it.
                 in_axes=level.in_axes + (None,) * around if plan.splits else level.in_axes,
                 numbered=bool(plan.splits),
-                checkpoint=checkpoint,
+                checkpoint=checkpoint and differentiable,  # otherwise nothing is computed again
                 differentiable=differentiable,
                 observer=observer if may_report else None,
             )
         )
         observer = None if may_report else observer
-    plan, form = dataclasses.replace(plan, levels=tuple(levels)), form_of(options)
-    takes_chunks, passes = form is not None and form.takes_chunks, passes_of(options)
-    rules, reductions = options.rules, options.reduce
+    plan = dataclasses.replace(plan, levels=tuple(levels))
     return Nest(plan, inputs, reductions, differentiable, rules, passes, takes_chunks)
-
-
-def nest_without_loops(plan: Plan) -> Nest:
-    """Build the nested maps of a plan that has no loop, which no option changes."""
-    return nest_of(plan, plan.mapped, Options(), differentiable=False)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: MIT
+"""A call of a function that is mapped along one axis, as `jax.vmap` maps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._options import Options
+from rankax.call.base import Call, sizes_of
+from rankax.core.base.arrays import check_no_ref
+from rankax.core.base.messages import (
+    argument_names,
+    checked_int,
+    common_length,
+    function_name,
+    noted_errors,
+    plural,
+)
+from rankax.core.base.trees import leaves_with_names, spread_prefix
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan, Tiles, plan_axis
+from rankax.core.trace.programs import checked_output_axes, is_axis
+from rankax.ext.ragged.type import Ragged
+
+
+@dataclasses.dataclass(eq=False)
+class AxisCall(Call):
+    """A bound call that maps one axis of each argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_axes: Any
+    places: list[int | None]  # where each leaf has the mapped axis
+    length: int
+
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
+        both = enumerate(zip(self.leaves, self.places, strict=True))
+        arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
+        reduce = "" if options.reduce is None else str(options.reduce)
+        length = self.length if self.cut is None else self.cut[0]
+        return plan_axis(self.name, length, arrays, *sizes_of(options, tiles), reduce)
+
+    @property
+    def ranked(self) -> list[int]:
+        return [i for i, place in enumerate(self.places) if place is not None]
+
+    def call(self, leaves: Sequence[Any], plan: Plan) -> Any:
+        del plan
+        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
+        with noted_errors(self.fun, self._described):
+            return self.fun(*args, **kwargs)
+
+    def _described(self) -> tuple[Any, ...]:
+        """Describe the arguments of one item, for an error of the function."""
+        rows: list[tuple[str, ...]] = []
+        for path, leaf, axis in zip(self.paths, self.leaves, self.places, strict=True):
+            shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
+            core = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
+            rows.append((path, str(shape), str(axis), str(core)))
+        return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
+
+    def in_one_piece(self, plan: Plan) -> Any:
+        """Call `jax.vmap`, with errors of rankax."""
+        returned = False
+
+        @functools.wraps(self.fun)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            nonlocal returned
+            out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
+            checked_output_axes(self.fun, out, self.out_axes)
+            returned = True
+            return out
+
+        vmapped = jax.vmap(
+            checked, self.in_axes, self.out_axes, axis_name=self.axis_name, axis_size=self.length
+        )
+        try:
+            return vmapped(*self.args, **self.kwargs)
+        except ValueError:
+            if returned and self.axis_name is None:  # `fun` itself did not fail
+                self.trace(plan).check_unmapped_outputs()
+            raise
+
+
+@dataclasses.dataclass
+class AxisMap:
+    """A function and the parameters with which `jax.vmap` maps it; they are checked here."""
+
+    fun: Callable[..., Any]
+    site: str  # how an error message begins
+    in_axes: Any = 0
+    axis_size: int | None = None
+    out_axes: Any = 0
+    axis_name: Hashable | None = None
+
+    def __post_init__(self) -> None:
+        """Check what `jax.vmap` would check at the call; a list of ``in_axes`` becomes a tuple."""
+        if self.axis_size is not None:
+            refusal = f"{self.site}: axis_size must be a positive int, got"
+            self.axis_size = checked_int(self.axis_size, refusal, least=0)
+        if isinstance(self.in_axes, list):
+            self.in_axes = tuple(self.in_axes)
+        for parameter, axes in (("in_axes", self.in_axes), ("out_axes", self.out_axes)):
+            for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
+                if not is_axis(entry):
+                    raise TypeError(
+                        f"{self.site}: {parameter} must hold ints and None, got "
+                        f"{type(entry).__name__} {entry!r} at "
+                        f"{parameter}{jax.tree_util.keystr(path)}"
+                    )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AxisCall:
+        """Give every leaf its axis and find the common length, or say which leaf does not fit."""
+        in_axes, axis_size, site = self.in_axes, self.axis_size, self.site
+        if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+            raise ValueError(
+                f"{site}: in_axes has {plural(len(in_axes), 'entry')} for "
+                f"{plural(len(args), 'positional argument')}"
+            )
+        prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        names = argument_names(self.fun, len(args))
+        named: list[tuple[str, Any]] = []
+        places: list[int | None] = []
+        for name, prefix, arg in [
+            *zip(names, prefixes, args, strict=True),
+            *((name, 0, kwargs[name]) for name in sorted(kwargs)),
+        ]:
+            found = leaves_with_names(arg, name)
+            named += found
+            try:
+                places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
+            except ValueError as error:
+                raise ValueError(f"{site}: {error}") from None
+            _refuse_rows(arg, name, places[len(places) - len(found) :], site)
+        pairs = list(zip(named, places, strict=True))
+        table = [(name, x, axis) for (name, x), axis in pairs if axis is not None]
+        if not table and axis_size is None:
+            raise ValueError(
+                f"{site}: nothing is mapped; map at least one array through in_axes, or give "
+                "axis_size"
+            )
+        if axis_size is not None:
+            table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
+        for name, x, _ in table:
+            check_no_ref(x, site, name)
+        length = common_length(table, site)
+        leaves = [x if axis is None else jnp.asarray(x) for (_, x), axis in pairs]
+        places = [None if axis is None else axis % jnp.ndim(x) for (_, x), axis in pairs]
+        return AxisCall(
+            self.fun,
+            function_name(self.fun),
+            site,
+            leaves,
+            [name for name, _ in named],
+            args,
+            kwargs,
+            in_axes,
+            places,
+            length,
+            out_axes=self.out_axes,
+            axis_name=self.axis_name,
+        )
+
+
+def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], site: str) -> None:
+    """Refuse to map the rows of ragged items as if they were items."""
+    nodes = leaves_with_names(arg, name, stops=lambda node: isinstance(node, Ragged))
+    for (path, node), place in zip(nodes, places, strict=True):
+        is_whole = isinstance(node, Ragged) and node.values.shape[:1] == (node.lengths.sum(),)
+        if is_whole and place is not None:
+            raise TypeError(
+                f"{site}: {path} is Ragged, and its rows are not items of a batch; use "
+                'rankax.auto_vmap with a rank such as "n 3", or map only other arguments'
+            )

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: MIT
+"""The path of every call. This page knows all features; the order here is the order they act in.
+
+`evaluate` says what happens to a call whose arguments are bound. A map without a loop nests maps
+around the kernel itself, so its program is the one that nesting by hand gives (`by_hand`).
+Otherwise the kernel is traced once in each call, for one item, and all later steps work on the
+program of that item. What ``plan`` prints is found by the same steps (`ext/explain`); an eager call
+that is known skips those after the trace.
+
+What makes calls of its own stands above this page: compiled kernels (`ext/jit.py`), ragged items,
+blocks, streams, checks.
+
+Words used throughout:
+
+* chunk: the items of a map that one step of a loop takes, at most ``chunk_size``
+* tile: the items of a reduction that one step evaluates at once; in a plan, also the items that a
+  step of a map does (`Level.tile`)
+* slot: the place of an item in a tile; a running state has one value for each slot
+* row: the items along the reduced axes, for one item of the kept axes; in a loop, also one entry
+  of the ``xs`` or ``ys`` of a scan
+* run: items of a row that are folded into one state, such as one device's part or one dask block
+* part: the contiguous items of a batch axis that one of several devices evaluates
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from rankax._options import AUTO, Options
+from rankax.call.base import Call
+from rankax.core.base.arrays import inside_call, is_spread, on_mesh
+from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
+from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
+from rankax.core.trace.programs import ItemProgram
+from rankax.core.walk import Nest, nest_of
+from rankax.ext import cpu_math
+from rankax.ext.batched import Batched
+from rankax.ext.devices.call import devices_of
+from rankax.ext.lanes import walker as lanes
+from rankax.ext.memory import choose as memory
+from rankax.ext.progress.bars import progress_of_call
+
+
+def evaluate(call: Call, options: Options, place: Placement | None = None) -> Any:
+    """Evaluate a call; pass its place if it is known already."""
+    options = options.at(call.leaves)
+    with on_mesh(call.leaves), inside_call(options.target):
+        place = place_of(call, options) if place is None else place
+        call = prepared(call, options, place)
+        if (plan := by_hand(call, options, place)) is not None:
+            return call.in_one_piece(plan)
+        with observed(options, call.name) as observer:
+            return _walked(traced(call, options, place), observer)
+
+
+def place_of(call: Call, options: Options) -> Placement:
+    """Return where a call is evaluated: where its arrays are, or in parts, on several devices."""
+    if options.devices is None and not any(map(is_spread, call.leaves)):
+        return HERE
+    return devices_of(call, options) or HERE
+
+
+def prepared(call: Call, options: Options, place: Placement) -> Call:
+    """Return the call to plan; a kernel that takes a batch is told how long its chunks are."""
+    if not options.batched:
+        return call
+    call = dataclasses.replace(call, form=Batched())
+    whole = call.plan_whole(options)
+    is_chosen = options.memory_limit is not None or options.chunk_size == AUTO
+    if is_chosen and not whole.is_empty:
+        options = fit(traced(call, options, place)).options
+    parts = [call.part(whole, shape) for shape in place.layout(whole, None).shapes()]
+    lengths = sorted({part.plan(options).in_flight for part in parts})
+    return dataclasses.replace(call, form=Batched(tuple(lengths)))
+
+
+def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
+    """Return the plan of a call that is nested maps of the kernel itself, as one writes by hand.
+
+    None: the kernel is traced for one item, because there is a loop, or a feature needs it.
+    """
+    if options.reduce is not None:
+        return None
+    plan = call.plan(options)
+    if plan.is_empty:  # items that end by themselves are checked even if there are none
+        return None if plan.levels and not options.lockstep else call.plan_whole(options)
+    needs_item = (
+        plan.has_loop
+        or call.is_kept
+        or place
+        or not options.lockstep
+        or options.memory_limit is not None
+        or cpu_math.replaces(options, call.axis_name)
+    )
+    return None if needs_item else plan
+
+
+def observed(options: Options, name: str) -> contextlib.AbstractContextManager[Observer | None]:
+    """Enter a call of this name; the context returns who is told of its steps."""
+    if options.progress is False:
+        return contextlib.nullcontext()
+    return progress_of_call(options.progress, name)
+
+
+class Traced(NamedTuple):
+    """A call whose kernel is traced."""
+
+    call: Call
+    options: Options
+    place: Placement
+    whole: Plan  # of the whole batch, without chunks
+    item: ItemProgram
+    layout: Layout
+
+
+def traced(call: Call, options: Options, place: Placement) -> Traced:
+    """Trace the kernel of a call for one item."""
+    whole = call.plan_whole(options)
+    with place.inside():
+        item = call.trace(whole, options.reduce)
+        item = item.whole if place else item
+    return Traced(call, options, place, whole, item, place.layout(whole, item))
+
+
+class Fitted(NamedTuple):
+    """How a call runs."""
+
+    plan: Plan  # of one part
+    part: Call
+    options: Options
+    found: dict[str, Any]  # what the plan shows
+    is_walked: bool  # otherwise it is evaluated by hand after all
+
+
+def fit(own: Traced) -> Fitted:
+    """Choose what walks the items, then how many at once: a limit measures what will run."""
+    call, options, item, layout = own.call, own.options, own.item, own.layout
+    if own.whole.is_empty:
+        return Fitted(own.whole, call, options, {}, is_walked=True)
+    part = call.part(own.whole, layout.shapes()[-1]) if layout else call
+    found: dict[str, Any] = {}
+    updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
+    tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(item.closed.jaxpr, updated)
+
+    def plan_of(chunk_size: int | str | None) -> Plan:
+        return part.plan(options.replace(chunk_size=chunk_size), tiles)
+
+    changes_item = cpu_math.replaces(options, call.axis_name)
+    if not options.lockstep:
+        found["ends"], in_lanes = lanes.planner(item, options, part.plan_whole(options))
+        plan_of = in_lanes or plan_of
+        changes_item = changes_item or lanes.changes(item, found["ends"])
+
+    if options.chunk_size == AUTO:
+        size = memory.default_size(item, options, part.plan_whole(options), tiles)
+        options = options.replace(chunk_size=size)
+    if options.memory_limit is not None:
+        walks = functools.partial(walk_of, inputs=own.whole.mapped)
+        of_lengths = functools.partial(_item_of_lengths, own)
+        key = part.plan_whole(options)
+        found["memory"] = chosen = memory.within_limit(
+            item, options, part, own.whole.mapped, plan_of, walks, of_lengths, key
+        )
+        checkpoint = False if chosen.stored else options.checkpoint
+        options = options.replace(chunk_size=chosen.chunk_size, checkpoint=checkpoint)
+
+    plan = plan_of(options.chunk_size)
+    needs_walk = plan.has_loop or changes_item or call.is_kept or layout or options.reduce
+    return Fitted(plan, part, options, found, is_walked=bool(needs_walk))
+
+
+def _item_of_lengths(own: Traced, *lengths: int) -> ItemProgram:
+    """Return the item; of a kernel that takes a batch, for chunks of these lengths."""
+    if not own.options.batched:
+        return own.item
+    call = dataclasses.replace(own.call, form=Batched(lengths))
+    return traced(call, own.options, own.place).item
+
+
+def walk_of(
+    plan: Plan,
+    options: Options,
+    observer: Observer | None = None,
+    *,
+    inputs: tuple[int, ...],
+    differentiable: bool = True,
+) -> Nest:
+    """Return what walks the levels of a plan: nested maps and loops, or lanes."""
+    passes: tuple[Pass, ...] = (cpu_math.PASS,) if cpu_math.is_on(options) else ()
+    passes = passes if options.lockstep else (*passes, lanes.REVERSE)
+    return nest_of(
+        plan,
+        inputs,
+        reductions=options.reduce,
+        rules=options.rules,
+        passes=passes,
+        takes_chunks=options.batched,
+        checkpoint=options.checkpoint is not False,
+        differentiable=differentiable,
+        observer=observer,
+    )
+
+
+def _walked(own: Traced, observer: Observer | None) -> Any:
+    """Evaluate a traced call; an eager one by its kept program."""
+    call, options, whole, reductions = own.call, own.options, own.whole, own.options.reduce
+    item, leaves = own.layout.placed(own.item, [call.leaves[i] for i in whole.mapped])
+    mode = mode_of([*leaves, *item.read, *item.closed.consts], on_mesh=bool(own.layout))
+    make = functools.partial(_program, own, observer, is_now=mode is Mode.EAGER)
+    # A user-defined function may change between calls and stay the same object.
+    is_ordered = reductions is not None and reductions.are_ordered
+    of_call = whole, own.place.key, options, options.rules, observer
+    key = None if is_ordered else (*of_call, tuple(call.lengths), call.cut)
+    with call_of_kernel(item.site), own.place.around(call.site):
+        try:
+            run = kept_program(make, item, leaves, key, mode, options.compiled)
+            out = run() if run else []
+        except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
+            raise item.reuses_key() from error
+    if run is None:
+        return call.in_one_piece(whole)
+    if reductions is None:
+        return item.out_tree.unflatten(out)
+    return reductions.assembled(item.outputs, out)
+
+
+def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
+    """Return the whole call as a function of its item and its leaves."""
+    own = own._replace(item=own.item.whole)
+    call, whole, layout = own.call, own.whole, own.layout
+    fitted = fit(own)
+    if not fitted.is_walked:
+        return None
+    options = fitted.options
+    if not options.on_cpu:
+        memory.warn_of_small_steps(own.item, fitted.plan)
+    if observer is not None:
+        is_shown = layout or fitted.plan.steps > 1
+        observer = observer.of_parts(layout.count) if is_shown else None
+
+    def walk(plan: Plan, observer: Observer | None = None) -> Nest:
+        plan = dataclasses.replace(plan, splits=whole.splits)  # numbered within the whole batch
+        return walk_of(plan, options, observer, inputs=whole.mapped, differentiable=not is_now)
+
+    *others, shape = layout.shapes()
+    walks = {other: walk(call.part(whole, other).plan(options)) for other in others}
+    walks[shape] = walk(fitted.plan, observer)
+    # JAX keeps it, so it holds no arrays: neither the call nor its item.
+    return functools.partial(layout.walk, walks)
