@@ -28,11 +28,7 @@ def test_layout_keeps_just_the_steps_of_the_slice():
         for reverse in (False, True):
             window = slice(*bounds)
             executed = range(length)[::-1] if reverse else range(length)
-            in_order = sorted(executed.index(i) for i in range(length)[window])
-            kept = range(0)
-            if in_order:
-                kept = range(in_order[0], in_order[-1] + 1, abs(window.step or 1))
-            lead, blocks, before, stride, partial = find_blocks(length, kept)
+            lead, blocks, before, stride, partial = find_blocks(length, executed[window])
             block = [False] * before + [True]
             rest = [False] * (stride - len(block))
             walked = [False] * lead + (block + rest) * blocks + block * partial

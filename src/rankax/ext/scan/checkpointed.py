@@ -159,20 +159,18 @@ def _fit(
     def fit() -> tuple[int, ...]:
         most = limit_in_bytes(limit, free_bytes)
         carry = max(1, sum(leaf.size * leaf.dtype.itemsize for leaf in arrays[0]))
-        sizes: tuple[int, ...] = ()
-        needed = [measure(sizes)]
-        while needed[-1] > most:
-            levels = len(needed)
-            if levels > _MOST_LEVELS:
-                raise ValueError(
-                    f"{site}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs "
-                    f"at least {shown_bytes(min(needed))} beyond inputs and outputs, and "
-                    f"memory_limit is {shown_bytes(most)}; raise it to at least {min(needed)} bytes"
-                )
-            q = max(2.0, (needed[0] / carry) ** (1 / (levels + 1)))
+        needed: list[int] = []
+        for levels in range(_MOST_LEVELS + 1):
+            q = max(2.0, (needed[0] / carry) ** (1 / (levels + 1))) if levels else 1.0
             sizes = tuple(max(1, round(loop.length / q**level)) for level in range(1, levels + 1))
             needed.append(measure(sizes))
-        return sizes
+            if needed[-1] <= most:
+                return sizes
+        raise ValueError(
+            f"{site}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs at least "
+            f"{shown_bytes(min(needed))} beyond inputs and outputs, and memory_limit is "
+            f"{shown_bytes(most)}; raise it to at least {min(needed)} bytes"
+        )
 
     return fit_once(site, body, (body.consts, *arrays), (limit, policy, loop), fit)
 

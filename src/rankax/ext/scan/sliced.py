@@ -138,8 +138,8 @@ def sliced_scan(
     *Memory.* For ``n`` steps of which ``k`` are kept, besides inputs and outputs:
 
     * Forward, one step. ``xs`` is read in place. The ``k`` outputs are copied once if ``step`` is
-      negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does; once
-      or twice with ``reduce``, or with steps that do not form a range.
+      negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does; up
+      to twice with ``reduce``, or with steps that do not form a range.
     * In a derivative, ``xs`` is copied at most once, and not at all if the kept steps divide it
       evenly.
     * In the reverse pass, what ``f`` needs to be differentiated, for ``n`` steps. With
@@ -190,7 +190,8 @@ def sliced_scan(
     def schedule(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         if reductions is not None:
             return _scan_windows(loop, carry, items, kept, reductions, body, checkpoint=checkpoint)
-        carry, ys = _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
+        scan = _scan_range if isinstance(kept, range) else _scan_any
+        carry, ys = scan(loop, carry, items, kept, checkpoint=checkpoint)
         return carry, loop.y_tree.unflatten(ys)
 
     def of_all(ys: Any) -> Any:
@@ -224,7 +225,7 @@ def find_blocks(length: int, kept: range) -> tuple[int, int, int, int, bool]:
     ----------
     length : int
     kept : range
-        The kept steps in the order of execution, and counted in it.
+        The kept steps, in any direction, counted in the order of execution.
 
     Returns
     -------
@@ -233,34 +234,21 @@ def find_blocks(length: int, kept: range) -> tuple[int, int, int, int, bool]:
     """
     if not kept:
         return length, 0, 0, 1, False
-    stride = kept.step if len(kept) > 1 else 1
-    before = min(kept[0], stride - 1)
-    lead = kept[0] - before
+    first = min(kept[0], kept[-1])
+    stride = abs(kept.step) if len(kept) > 1 else 1
+    before = min(first, stride - 1)
+    lead = first - before
     blocks = min(len(kept), (length - lead) // stride)
     return lead, blocks, before, stride, blocks < len(kept)
 
 
-def _scan_kept(
-    loop: Loop, carry: Any, items: Any, kept: Sequence[int], *, checkpoint: bool
-) -> tuple[Any, list[Any]]:
-    """Run all steps; return the leaves of the outputs of those that are ``kept``, in its order.
-
-    They are counted in the order of execution.
-    """
-    if kept and (loop.restart or not isinstance(kept, range)):
-        return _scan_any(loop, carry, items, kept, checkpoint=checkpoint)
-    assert isinstance(kept, range)
-    in_order = kept[::-1] if kept.step < 0 else kept
-    carry, ys = _scan_range(loop, carry, items, in_order, checkpoint=checkpoint)
-    # A scan in reverse stores its outputs in reverse.
-    is_turned = (kept.step < 0) != loop.reverse
-    return carry, [lax.rev(y, (0,)) for y in ys] if is_turned else ys
-
-
 def _scan_range(
-    loop: Loop, carry: Any, items: Any, kept: range, *, checkpoint: bool
+    loop: Loop, carry: Any, items: Any, kept: Any, *, checkpoint: bool
 ) -> tuple[Any, list[Any]]:
     """Run the stretches and blocks of `find_blocks` in turn; only kept steps have outputs."""
+    if (kept.step < 0) != loop.reverse:  # a scan in reverse stores its outputs in reverse
+        carry, ys = _scan_range(loop, carry, items, kept[::-1], checkpoint=checkpoint)
+        return carry, [lax.rev(y, (0,)) for y in ys]
     lead, blocks, before, stride, partial = find_blocks(loop.length, kept)
     if blocks == loop.length and not checkpoint:
         return loop.run(carry, items, blocks)
@@ -287,7 +275,7 @@ def _scan_range(
 
 
 def _scan_any(
-    loop: Loop, carry: Any, items: Any, kept: Sequence[int], *, checkpoint: bool
+    loop: Loop, carry: Any, items: Any, kept: Any, *, checkpoint: bool
 ) -> tuple[Any, list[Any]]:
     """Keep steps at any distance from each other.
 
@@ -298,7 +286,7 @@ def _scan_any(
     do that.
     """
     ends, order = np.unique(np.asarray(kept, int), return_inverse=True)
-    steps, dtype = int(ends[-1]) + 1, index_dtype(loop.length)
+    steps, dtype = int(max(ends, default=-1)) + 1, index_dtype(loop.length)
     empty = [zeros_of(aval, aval.shape) for aval in loop.y_avals]
     # After the last kept step comes one that is never reached.
     stops = jax.device_put(np.asarray([*ends, steps], dtype))
@@ -317,11 +305,11 @@ def _scan_any(
         return (carry, rows, (at + 1, row + is_kept.astype(dtype))), None
 
     rows = [widen(zeros_of(x, (len(ends), *x.shape))) for x in empty]
-    state = carry, rows, (scalar(0, dtype), scalar(0, dtype))
-    sizes = (-(-steps // len(ends)),) if checkpoint else ()
-    stepping = dataclasses.replace(loop, step=step)
-    state, _ = scan_checkpointed(stepping, state, loop.cut(items, 0, steps), steps, sizes)
-    carry, rows, _ = state
+    if steps:
+        state = carry, rows, (scalar(0, dtype), scalar(0, dtype))
+        sizes = (-(-steps // len(ends)),) if checkpoint else ()
+        stepping, inside = dataclasses.replace(loop, step=step), loop.cut(items, 0, steps)
+        (carry, rows, _), _ = scan_checkpointed(stepping, state, inside, steps, sizes)
     pairs = zip(rows, empty, strict=True)
     rows = [x if x.dtype == like.dtype else x.astype(like.dtype) for x, like in pairs]
     carry = loop.skip(carry, items, steps, loop.length, checkpoint=checkpoint)
@@ -399,7 +387,7 @@ def _scan_windows(
         restart=lambda state: (state[0], *begin),
     )
     inside = loop.cut(items, 0, steps)
-    state, states = _scan_kept(folding, (carry, *begin), inside, kept, checkpoint=checkpoint)
+    state, states = _scan_any(folding, (carry, *begin), inside, kept, checkpoint=checkpoint)
     carry = loop.skip(state[0], items, steps, loop.length, checkpoint=checkpoint)
     counts = jax.device_put(np.asarray(sizes[order], index_dtype(steps)))
     values = jax.vmap(lambda size, own: RunStates(reductions, item.outputs, (size,)).finish(own))(
