@@ -12,7 +12,7 @@ from jax import lax
 
 from helpers import assert_same, is_checkpoint, primitives, refusal
 from rankax import sliced_scan
-from rankax.ext.scan.sliced import find_kept_steps
+from rankax.ext.scan.sliced import find_blocks
 from scan_cases import XS, drift, here
 
 
@@ -27,15 +27,15 @@ def test_layout_keeps_just_the_steps_of_the_slice():
     for length, *bounds in itertools.product((0, 1, 7, 13, 20), starts, stops, steps):
         for reverse in (False, True):
             window = slice(*bounds)
-            kept = find_kept_steps(length, range(length)[window], reverse=reverse)
-            block = [False] * kept.before + [True]
-            rest = [False] * (kept.stride - len(block))
-            walked = [False] * kept.lead + (block + rest) * kept.blocks + block * kept.partial
-            walked += [False] * (length - len(walked))
             executed = range(length)[::-1] if reverse else range(length)
+            lead, blocks, before, stride, partial = find_blocks(length, executed[window])
+            block = [False] * before + [True]
+            rest = [False] * (stride - len(block))
+            walked = [False] * lead + (block + rest) * blocks + block * partial
+            walked += [False] * (length - len(walked))
             wanted = set(range(length)[window])
             assert walked == [i in wanted for i in executed], (length, window, reverse)
-            assert (kept.blocks == length) == (len(wanted) == length)
+            assert (blocks == length) == (len(wanted) == length)
 
 
 def test_init_takes_the_dtype_of_the_carry():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``checkpoint_chunked_scan``: a scan whose reverse pass stores some of its carries."""
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -9,9 +8,10 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rankax.core.plan.schedule import split_into_chunks
+from rankax.core.trace.programs import ItemProgram
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import fit_once, free_bytes, gradient_bytes
-from rankax.ext.scan.loops import Loop, ScanArrays, Schedule, Step, chunk_sizes, run_scan, scan_call
+from rankax.ext.scan.loops import Loop, Schedule, Step, chunk_sizes, run_scan, scan_call
 
 _MOST_LEVELS = 3  # of checkpoints that a memory limit may choose
 
@@ -123,10 +123,10 @@ def checkpoint_chunked_scan(
         came = type(policy).__name__
         raise TypeError(f"{call.site}: policy must be callable or None, got {came}")
 
-    def choose(loop: Loop, arrays: ScanArrays) -> tuple[Schedule, bool, Hashable]:
+    def choose(loop: Loop, body: ItemProgram, arrays: Any) -> tuple[Schedule, bool, Hashable]:
         steps, sizes = loop.length, given
         if limit is not None:
-            sizes = _fit(call.site, limit, loop, arrays, policy)
+            sizes = _fit(call.site, limit, loop, body.closed, arrays, policy)
 
         def schedule(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
             carry, ys = scan_checkpointed(loop, carry, items, steps, sizes, policy)
@@ -139,7 +139,7 @@ def checkpoint_chunked_scan(
 
 
 def _fit(
-    site: str, limit: int | str, loop: Loop, arrays: ScanArrays, policy: Any
+    site: str, limit: int | str, loop: Loop, body: ClosedJaxpr, arrays: Any, policy: Any
 ) -> tuple[int, ...]:
     """Return the chunk sizes of the fewest levels with which a gradient stays within a limit.
 
@@ -148,35 +148,31 @@ def _fit(
     ``c = n / q**d`` steps. What it stores is as much as the checkpoints of a level, ``b * c = s *
     q``, if ``q`` is the ``d + 1``-th root of ``n * b / s``.
     """
-    consts, init, xs = arrays
 
     def measure(sizes: tuple[int, ...]) -> int:
         def scan(consts: list[Any], start: tuple[Any, Any]) -> list[Any]:
-            on_consts = loop.on(consts)
-            return jax.tree.leaves(scan_checkpointed(on_consts, *start, loop.length, sizes, policy))
+            stepping = loop.on(body.jaxpr, consts)
+            return jax.tree.leaves(scan_checkpointed(stepping, *start, loop.length, sizes, policy))
 
-        return gradient_bytes(scan, consts, (init, xs), site)
+        return gradient_bytes(scan, body.consts, arrays, site)
 
     def fit() -> tuple[int, ...]:
         most = limit_in_bytes(limit, free_bytes)
-        carry = max(1, sum(leaf.size * leaf.dtype.itemsize for leaf in init))
-        sizes: tuple[int, ...] = ()
-        needed = [measure(sizes)]
-        while needed[-1] > most:
-            levels = len(needed)
-            if levels > _MOST_LEVELS:
-                raise ValueError(
-                    f"{site}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs "
-                    f"at least {shown_bytes(min(needed))} beyond inputs and outputs, and "
-                    f"memory_limit is {shown_bytes(most)}; raise it to at least {min(needed)} bytes"
-                )
-            q = max(2.0, (needed[0] / carry) ** (1 / (levels + 1)))
+        carry = max(1, sum(leaf.size * leaf.dtype.itemsize for leaf in arrays[0]))
+        needed: list[int] = []
+        for levels in range(_MOST_LEVELS + 1):
+            q = max(2.0, (needed[0] / carry) ** (1 / (levels + 1))) if levels else 1.0
             sizes = tuple(max(1, round(loop.length / q**level)) for level in range(1, levels + 1))
             needed.append(measure(sizes))
-        return sizes
+            if needed[-1] <= most:
+                return sizes
+        raise ValueError(
+            f"{site}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs at least "
+            f"{shown_bytes(min(needed))} beyond inputs and outputs, and memory_limit is "
+            f"{shown_bytes(most)}; raise it to at least {min(needed)} bytes"
+        )
 
-    key = limit, policy, dataclasses.replace(loop, jaxpr=None)
-    return fit_once(site, ClosedJaxpr(loop.jaxpr, consts), arrays, key, fit)
+    return fit_once(site, body, (body.consts, *arrays), (limit, policy, loop), fit)
 
 
 def scan_checkpointed(

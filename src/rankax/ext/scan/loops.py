@@ -17,6 +17,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
 
 from rankax.core.base import messages
 from rankax.core.base.arrays import in_32_bits, scalar
@@ -60,32 +61,37 @@ def scan_call(
     return ScanCall(site, f, init, xs, length, reverse, unroll, progress)
 
 
-def kept_indices(site: str, length: int, save_at: Any, **bounds: Any) -> Sequence[int]:
-    """Return the steps whose outputs are kept, in the order of the outputs, counted from 0.
+def kept_steps(call: ScanCall, save_at: Any, **bounds: Any) -> Sequence[int]:
+    """Return the steps whose outputs are kept, in the order of the outputs.
 
-    Of a slice, any integer is legal, except a step of 0.
+    They are counted in the order of execution, from 0, and a range if they form one. Of a slice,
+    any integer is legal, except a step of 0.
     """
+    site, length = call.site, call.length
+    steps = range(length)[::-1] if call.reverse else range(length)
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     if save_at is None:
         for name, bound in given.items():
             bounds[name] = _checked_int(site, name, bound, "an int or None", bools=True)
         if bounds["step"] == 0:
             raise ValueError(f"{site}: step must not be 0")
-        return range(length)[slice(bounds["start"], bounds["stop"], bounds["step"])]
+        return steps[slice(bounds["start"], bounds["stop"], bounds["step"])]
     if given:
         raise TypeError(
             f"{site}: save_at excludes start, stop and step, got {messages.listed([*given])}"
         )
     if not isinstance(save_at, Sequence) and getattr(save_at, "ndim", 0) != 1:
         raise TypeError(f"{site}: save_at must be a sequence of ints, got {_described(save_at)}")
-    indices: list[int] = []
+    kept: list[int] = []
     for i, step in enumerate(save_at):
         index = _checked_int(site, f"save_at[{i}]", step, "an int")
         if not -length <= index < length:
             count = messages.plural(length, "step")
             raise ValueError(f"{site}: save_at[{i}] is {index}, but there are only {count}")
-        indices.append(index % length)
-    return indices
+        kept.append(steps[index])
+    stride = (kept[1] - kept[0] if len(kept) > 1 else 0) or 1
+    even = range(kept[0], kept[0] + stride * len(kept), stride) if kept else range(0)
+    return even if [*even] == kept else tuple(kept)
 
 
 def _described(value: Any) -> str:
@@ -233,22 +239,18 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A traced scan, and how every loop of a schedule runs its steps."""
+    """A scan, and how every loop of a schedule runs its steps, which take and return leaves."""
 
     length: int
     reverse: bool
     unroll: int | bool
     carry_tree: Any
     y_tree: Any
-    jaxpr: Any = None  # of the body
-    step: Any = None  # from lists of leaves to lists of leaves
+    y_avals: Sequence[Any] = ()  # the types of the leaves of an output
+    step: Any = None  # from a carry and an item to the next carry and an output
+    restart: Any = None  # from the carry after a kept step to that before the next, if they differ
 
-    @property
-    def y_avals(self) -> list[Any]:
-        """The shapes and dtypes of the output of a step."""
-        return [y.aval for y in self.jaxpr.outvars[self.carry_tree.num_leaves :]]
-
-    def on(self, consts: list[Any]) -> Self:
+    def on(self, jaxpr: Jaxpr, consts: list[Any]) -> Self:
         """Return the loop whose steps are those of the body, which closes over these arrays.
 
         In the loop they have at least 32 bits, in which their cotangents are added.
@@ -259,10 +261,11 @@ class Loop:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             pairs = zip(wide, dtypes, strict=True)
             own = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
-            out = evaluate(self.jaxpr, own, *carry, *x)
+            out = evaluate(jaxpr, own, *carry, *x)
             return out[:carried], out[carried:]
 
-        return dataclasses.replace(self, step=step)
+        avals = [y.aval for y in jaxpr.outvars[carried:]]
+        return dataclasses.replace(self, step=step, y_avals=avals)
 
     def run(self, carry: Any, items: Any, length: int) -> tuple[Any, Any]:
         return lax.scan(self.step, carry, items, length, self.reverse, self.unroll)
@@ -299,21 +302,19 @@ class Loop:
         return jax.tree.map(lambda *leaves: lax.concatenate(leaves, 0), *pieces)
 
 
-# What the body closes over, the first carry, and what the scan loops over.
-ScanArrays = tuple[list[Any], list[Any], list[Any]]
-
 # Takes a loop, the first carry and the items; returns the last carry and the tree of all outputs.
 Schedule = Callable[[Loop, Any, Any], tuple[Any, Any]]
 
 
 def run_scan(
     call: ScanCall,
-    choose: Callable[[Loop, ScanArrays], tuple[Schedule, bool, Hashable]],
+    choose: Callable[[Loop, ItemProgram, Any], tuple[Schedule, bool, Hashable]],
     kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
     """Trace the body, choose a schedule and whether it reads ``xs`` in place, and run it.
 
-    ``choose`` also returns by what an eager call finds its program (`kept_program`), or None.
+    ``choose`` also returns by what an eager call finds its program (`kept_program`), or None. It
+    gets the loop without steps, the body, and the leaves of the first carry and of ``xs``.
 
     Under `jax.disable_jit` the body itself runs, step by step, on values, and ``kept`` returns what
     the schedule would, given the outputs of all steps.
@@ -327,63 +328,64 @@ def run_scan(
         call.progress if call.length else False, messages.function_name(call.f)
     ) as shown:
         body, init, xs = trace_body(call)
-        bare = Loop(*options, *body.out_tree.children())
-        loop, consts = dataclasses.replace(bare, jaxpr=body.closed.jaxpr), body.closed.consts
-        schedule, in_place, key = choose(loop, (list(consts), init, xs))
+        loop = Loop(*options, *body.out_tree.children())
+        schedule, in_place, key = choose(loop, body, (init, xs))
         reports = shown and Reports(shown, call.length, 1, call.length)
         carried = len(init)
 
         def program(body: ItemProgram, leaves: list[Any]) -> tuple[Any, Any]:
-            loop = dataclasses.replace(bare, jaxpr=body.closed.jaxpr)
+            run = functools.partial(_run_schedule, schedule, loop, body.closed.jaxpr, reports)
             arrays = list(body.closed.consts), leaves[:carried], leaves[carried:]
-            return _run_schedule(schedule, loop, arrays, in_place=in_place, reports=reports)
+            sliced, indexed = (functools.partial(run, by_index=by) for by in (False, True))
+            if in_place and arrays[2]:
+                return call_with_derivative_of(sliced, indexed, *arrays)
+            return sliced(*arrays)
 
-        mode = mode_of([*init, *xs, *consts])
+        mode = mode_of([*init, *xs, *body.closed.consts])
         if reports is not None or body.closed.effects:
             mode = Mode.STAGED
-        key = None if key is None else (key, bare)
+        key = None if key is None else (key, loop)
         with call_of_kernel(body.site):
-            arrays = [*init, *xs]
             jit: Any = lambda f, _: jax.jit(f)  # noqa: E731
-            run: Any = kept_program(lambda: program, body, arrays, key, mode, jit)
+            run: Any = kept_program(lambda: program, body, [*init, *xs], key, mode, jit)
             carry, ys = run()
-        return bare.carry_tree.unflatten(carry), ys
+        return loop.carry_tree.unflatten(carry), ys
 
 
 def _run_schedule(
-    schedule: Schedule, loop: Loop, arrays: ScanArrays, *, in_place: bool, reports: Reports | None
+    schedule: Schedule,
+    loop: Loop,
+    jaxpr: Jaxpr,
+    reports: Reports | None,
+    consts: list[Any],
+    init: list[Any],
+    xs: list[Any],
+    *,
+    by_index: bool,
 ) -> tuple[Any, Any]:
     """Return the leaves of the last carry, and the tree of all outputs.
 
-    In place is for a schedule that copies parts of ``xs``: reading ``xs`` by index copies nothing.
+    By index is for a schedule that copies parts of ``xs``: reading ``xs`` in place copies nothing.
     Transposed, however, each inner loop would begin with a cotangent as large as ``xs`` and end by
     adding all of it. So derivatives, of every order, are those of the schedule that slices ``xs``.
     """
-    length, reverse = loop.length, loop.reverse
+    plain = loop.on(jaxpr, consts)
+    if not by_index and reports is None:
+        return schedule(plain, init, xs)
 
-    def run(consts: list[Any], init: list[Any], xs: list[Any], *, by_index: bool) -> Any:
-        plain = loop.on(consts)
-        if not by_index and reports is None:
-            return schedule(plain, init, xs)
-
-        def step(state: tuple[Any, jax.Array], x: Any) -> tuple[tuple[Any, jax.Array], Any]:
-            carry, done = state
-            if reports is not None:
-                reports.step(done)
-            if by_index:
-                at = length - 1 - done if reverse else done
-                x = [lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False) for leaf in xs]
-            carry, y = plain.step(carry, x)
-            return (carry, done + 1), y
-
-        start = scalar(0, jnp.int32 if length < 2**31 else jnp.int64)
-        counting = dataclasses.replace(plain, step=step)
-        (carry, done), ys = schedule(counting, (init, start), None if by_index else xs)
+    def step(state: tuple[Any, jax.Array], x: Any) -> tuple[tuple[Any, jax.Array], Any]:
+        carry, done = state
         if reports is not None:
-            reports.end(done, (carry, ys))
-        return carry, ys
+            reports.step(done)
+        if by_index:
+            at = loop.length - 1 - done if loop.reverse else done
+            x = [lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False) for leaf in xs]
+        carry, y = plain.step(carry, x)
+        return (carry, done + 1), y
 
-    sliced, indexed = (functools.partial(run, by_index=by_index) for by_index in (False, True))
-    if in_place and arrays[2]:
-        return call_with_derivative_of(sliced, indexed, *arrays)
-    return sliced(*arrays)
+    start = scalar(0, jnp.int32 if loop.length < 2**31 else jnp.int64)
+    counting = dataclasses.replace(plain, step=step)
+    (carry, done), ys = schedule(counting, (init, start), None if by_index else xs)
+    if reports is not None:
+        reports.end(done, (carry, ys))
+    return carry, ys

@@ -29,7 +29,6 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import ad
 
 from rankax.core.base.arrays import has_tangent
-from rankax.core.base.cache import Kept
 from rankax.core.trace.derivatives import keep_rules, new_primitive, of_some, uses_axis, vmapped
 from rankax.core.trace.programs import evaluate
 
@@ -85,7 +84,7 @@ def _pushed(program: Any, groups: Any, live: Sequence[Sequence[bool]]) -> Any:
     def push(groups: Any) -> list[Any]:
         values = [x for values, _ in groups for x in values]
         positions = [i for i, on in enumerate(itertools.chain(*live)) if on]
-        fun = of_some(functools.partial(evaluate, program.jaxpr, program.consts), values, positions)
+        fun = of_some(lambda *args: _run(program, args), values, positions)
         tangents = [t for _, tangents in groups for t in tangents]
         out, pushed = jax.jvp(fun, [values[i] for i in positions], tangents)
         return [*out, *_some(pushed, live[-1])]
@@ -195,19 +194,13 @@ def _transpose_tangent(
 _REPEATS = np.unique(np.geomspace(1, 2**16, 128).astype(int))
 
 
-_reached: Kept[Any] = Kept(64, "schedules of reverse passes")
-
-
 def _reach(stored: int) -> Any:
     """Return how many steps ``s`` carries reverse, each step evaluated at most ``r`` times more."""
-    return _reached.get_or_make(stored, functools.partial(_new_reach, stored))
-
-
-def _new_reach(stored: int) -> Any:
-    table = np.full((stored + 1, len(_REPEATS)), 2**31 - 1, np.int32)
+    most = 2**31 - 1
+    table = np.full((stored + 1, len(_REPEATS)), most, np.int32)
     for s, row in enumerate(table):
         counts = (math.comb(s + int(r), s) for r in _REPEATS)
-        few = [*itertools.takewhile(lambda count: count < 2**31, counts)]
+        few = [*itertools.takewhile(lambda count: count < most, counts)]
         row[: len(few)] = few
     return table
 
@@ -330,8 +323,8 @@ def _vmapped_program(axis: Any, program: Any, groups: Any, dims: Any, out_dims: 
     flat = [*itertools.chain(*dims)]
     if all(dim is None for dim in flat) and not uses_axis(axis, program):
         return program
-    run = functools.partial(evaluate, program.jaxpr, program.consts)
-    return program_of(vmapped(axis, run, flat, out_dims), *itertools.chain(*groups))
+    run = vmapped(axis, lambda *args: _run(program, args), flat, out_dims)
+    return program_of(run, *itertools.chain(*groups))
 
 
 def _dims(mask: Sequence[bool], at: int) -> list[int | None]:
@@ -349,12 +342,11 @@ def _batch_tangent(
 ) -> Any:
     groups, of_groups = _split(args, counts), _split(dims, counts)
     (stops,), *on = ([dim is not None for dim in d] for d in of_groups)
-    for flags, of_tangents, mask in zip(on[:2], on[2:], live, strict=True):
-        positions = itertools.compress(itertools.count(), mask)
-        for i, is_mapped in zip(positions, of_tangents, strict=True):
-            flags[i] |= is_mapped
+    for flags, of_tangents, mask in zip(on[:2], map(iter, on[2:]), live, strict=True):
+        # A value that has a tangent is mapped if this is.
+        flags[:] = [(own and next(of_tangents)) or x for x, own in zip(flags, mask, strict=True)]
     every = stops or uses_axis(axis, forward)
-    of_carry = [every or x for x in _fixpoint(forward, *on[:2])]
+    of_carry = [every or x for x in _fixpoint(forward, on[0], on[1])]
     to = [_dims([stops], 0), _dims(on[0], 0), _dims(of_carry, 0 if stops else groups[0][0].ndim)]
     to += map(_some, to[1:], live)
     groups = _moved(axis, groups, of_groups, to)

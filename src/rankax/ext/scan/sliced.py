@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,10 @@ from rankax.core.base.arrays import has_tangent, index_dtype, scalar, zeros_of
 from rankax.core.base.messages import check_bool, function_location
 from rankax.core.loop.loop import widen, write_chunk
 from rankax.core.plan.schedule import Chunks, Level
-from rankax.core.reduce.protocol import Outputs
-from rankax.core.reduce.run import Reductions, trace_reduced
-from rankax.core.trace.programs import with_shape
-from rankax.ext.reductions.read import read_reductions
+from rankax.core.reduce.run import Reductions, read_reductions, trace_reduced
 from rankax.ext.runs import RunStates, reduce_row
 from rankax.ext.scan.checkpointed import scan_checkpointed
-from rankax.ext.scan.loops import Loop, kept_indices, run_scan, scan_call
+from rankax.ext.scan.loops import Loop, kept_steps, run_scan, scan_call
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -141,8 +138,8 @@ def sliced_scan(
     *Memory.* For ``n`` steps of which ``k`` are kept, besides inputs and outputs:
 
     * Forward, one step. ``xs`` is read in place. The ``k`` outputs are copied once if ``step`` is
-      negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does; once
-      or twice with ``reduce``, or with steps that do not form a range.
+      negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does; up
+      to twice with ``reduce``, or with steps that do not form a range.
     * In a derivative, ``xs`` is copied at most once, and not at all if the kept steps divide it
       evenly.
     * In the reverse pass, what ``f`` needs to be differentiated, for ``n`` steps. With
@@ -186,146 +183,150 @@ def sliced_scan(
     """
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
     check_bool(checkpoint, call.site, "checkpoint")
-    kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
+    kept = kept_steps(call, save_at, start=start, stop=stop, step=step)
     reductions = read_window_reductions(reduce, call.site)
-    even = kept if isinstance(kept, range) else as_range(kept)
-    if even is not None and reductions is None:
-        layout = find_kept_steps(call.length, even, reverse=reverse)
+    body = function_location(f)
 
-        def schedule(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-            carry, ys = _scan_kept(loop, carry, items, layout, checkpoint=checkpoint)
-            ys = loop.y_tree.unflatten(ys)
-            return carry, jax.tree.map(lambda y: lax.rev(y, (0,)), ys) if even.step < 0 else ys
-
-        in_place = layout.blocks < call.length
-        key = layout, even.step < 0, checkpoint
-    else:
-        windows = find_windows(call.length, kept, reverse=reverse)
-        fold = None if reductions is None else (reductions, function_location(f))
-        schedule = functools.partial(
-            _scan_windows, windows=windows, reduce=fold, checkpoint=checkpoint
-        )
-        in_place = True
-        is_ordered = reductions is not None and reductions.are_ordered
-        key = None if is_ordered else (windows, fold, checkpoint)
+    def schedule(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+        if reductions is not None:
+            return _scan_windows(loop, carry, items, kept, reductions, body, checkpoint=checkpoint)
+        scan = _scan_range if isinstance(kept, range) else _scan_any
+        carry, ys = scan(loop, carry, items, kept, checkpoint=checkpoint)
+        return carry, loop.y_tree.unflatten(ys)
 
     def of_all(ys: Any) -> Any:
+        ys = jax.tree.map(lambda y: y[::-1], ys) if reverse else ys
         if reductions is None:
             return jax.tree.map(lambda y: y[np.asarray(kept, int)], ys)
         with jax.disable_jit(False):
-            return sliced_scan(_echo, 0, ys, call.length, reverse, save_at=kept, reduce=reduce)[1]
+            return sliced_scan(_echo, 0, ys, save_at=kept, reduce=reduce)[1]
 
+    in_place = not (reductions is None and isinstance(kept, range) and len(kept) == call.length)
+    is_ordered = reductions is not None and reductions.are_ordered
+    key = None if is_ordered else (kept, reductions, reductions and body, checkpoint)
     return run_scan(call, lambda *_: (schedule, in_place, key), of_all)
-
-
-class KeptSteps(NamedTuple):
-    """The kept steps of a loop, in the order of execution.
-
-    First come ``lead`` skipped steps. Then come ``blocks`` blocks of ``stride`` steps, in each of
-    which the step after the first ``before`` is kept. If ``partial``, another block follows that
-    ends with its kept step. All other steps are skipped.
-    """
-
-    lead: int
-    blocks: int
-    before: int
-    stride: int
-    partial: bool
-
-
-def as_range(kept: Sequence[int]) -> range | None:
-    """Return indices as a range; None if they are not one."""
-    step = kept[1] - kept[0] if len(kept) > 1 else 1
-    even = range(kept[0], kept[0] + step * len(kept), step) if kept and step else range(0)
-    return even if list(kept) == list(even) else None
-
-
-def find_kept_steps(length: int, kept: range, *, reverse: bool) -> KeptSteps:
-    """Find the ``kept`` steps of a loop that runs up, or down if ``reverse``.
-
-    The blocks begin as early as possible, so that they tile the loop if the stride divides its
-    length and no block is left out.
-    """
-    if kept.step < 0:
-        kept = kept[::-1]
-    if not kept:
-        return KeptSteps(length, 0, 0, 1, False)
-    first = length - 1 - kept[-1] if reverse else kept[0]
-    stride = kept.step if len(kept) > 1 else 1
-    before = min(first, stride - 1)
-    lead = first - before
-    blocks = min(len(kept), (length - lead) // stride)
-    return KeptSteps(lead, blocks, before, stride, partial=blocks < len(kept))
 
 
 def _echo(carry: Any, y: Any) -> tuple[Any, Any]:
     return carry, y
 
 
-def _scan_kept(
-    loop: Loop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
-) -> tuple[Any, Any]:
-    """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
-    if kept.blocks == loop.length and not checkpoint:
-        return loop.run(carry, items, kept.blocks)
+def find_blocks(length: int, kept: range) -> tuple[int, int, int, int, bool]:
+    """Divide a loop into blocks with one kept step each.
+
+    First come ``lead`` skipped steps. Then come ``blocks`` blocks of ``stride`` steps, in each of
+    which the step after the first ``before`` is kept. If ``partial``, another block follows that
+    ends with its kept step. All other steps are skipped.
+
+    The blocks begin as early as possible, so that they tile the loop if the stride divides its
+    length and no block is left out.
+
+    Parameters
+    ----------
+    length : int
+    kept : range
+        The kept steps, in any direction, counted in the order of execution.
+
+    Returns
+    -------
+    lead, blocks, before, stride : int
+    partial : bool
+    """
+    if not kept:
+        return length, 0, 0, 1, False
+    first = min(kept[0], kept[-1])
+    stride = abs(kept.step) if len(kept) > 1 else 1
+    before = min(first, stride - 1)
+    lead = first - before
+    blocks = min(len(kept), (length - lead) // stride)
+    return lead, blocks, before, stride, blocks < len(kept)
+
+
+def _scan_range(
+    loop: Loop, carry: Any, items: Any, kept: Any, *, checkpoint: bool
+) -> tuple[Any, list[Any]]:
+    """Run the stretches and blocks of `find_blocks` in turn; only kept steps have outputs."""
+    if (kept.step < 0) != loop.reverse:  # a scan in reverse stores its outputs in reverse
+        carry, ys = _scan_range(loop, carry, items, kept[::-1], checkpoint=checkpoint)
+        return carry, [lax.rev(y, (0,)) for y in ys]
+    lead, blocks, before, stride, partial = find_blocks(loop.length, kept)
+    if blocks == loop.length and not checkpoint:
+        return loop.run(carry, items, blocks)
     wrap = jax.checkpoint if checkpoint else lambda fun: fun
 
     def up_to_kept(carry: Any, items: Any) -> tuple[Any, Any]:
-        carry = loop.skip(carry, items, 0, kept.before)
-        last = loop.cut(items, kept.before, kept.before + 1)
+        carry = loop.skip(carry, items, 0, before)
+        last = loop.cut(items, before, before + 1)
         return loop.step(carry, jax.tree.map(lambda leaf: leaf[0], last))
 
     def block(carry: Any, items: Any) -> tuple[Any, Any]:
         carry, y = up_to_kept(carry, items)
-        return loop.skip(carry, items, kept.before + 1, kept.stride), y
+        return loop.skip(carry, items, before + 1, stride), y
 
-    at = kept.lead + kept.blocks * kept.stride
-    carry = loop.skip(carry, items, 0, kept.lead, checkpoint=checkpoint)
-    blocks = loop.cut(items, kept.lead, at)
-    carry, ys = loop.blocks(wrap(block), carry, blocks, kept.blocks, kept.stride)
-    if kept.partial:
-        end = at + kept.before + 1
+    at = lead + blocks * stride
+    carry = loop.skip(carry, items, 0, lead, checkpoint=checkpoint)
+    carry, ys = loop.blocks(wrap(block), carry, loop.cut(items, lead, at), blocks, stride)
+    if partial:
+        end = at + before + 1
         carry, y = wrap(up_to_kept)(carry, loop.cut(items, at, end))
         ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
         at = end
     return loop.skip(carry, items, at, loop.length, checkpoint=checkpoint), ys
 
 
-# Kept steps at any distance from each other, and reductions of the steps between them.
+def _scan_any(
+    loop: Loop, carry: Any, items: Any, kept: Any, *, checkpoint: bool
+) -> tuple[Any, list[Any]]:
+    """Keep steps at any distance from each other.
 
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """The steps of a loop up to the last kept one, cut after each kept step.
-
-    ``ends`` are the kept steps, each once, in the order of execution; ``of_output`` is the window
-    of each output.
+    One loop runs all steps up to the last kept one, so the program does not grow with the number of
+    outputs. It carries the rows of the outputs. Each step *adds* to the row of the next kept step:
+    the output if it is this one, otherwise zeros. The transpose of a sum only reads the cotangent.
+    The transpose of a write would also clear the row, and XLA:CPU copies all rows in every step to
+    do that.
     """
+    ends, order = np.unique(np.asarray(kept, int), return_inverse=True)
+    steps, dtype = int(max(ends, default=-1)) + 1, index_dtype(loop.length)
+    empty = [zeros_of(aval, aval.shape) for aval in loop.y_avals]
+    # After the last kept step comes one that is never reached.
+    stops = jax.device_put(np.asarray([*ends, steps], dtype))
 
-    ends: tuple[int, ...]
-    of_output: tuple[int, ...]
+    def step(state: Any, x: Any) -> tuple[Any, None]:
+        carry, rows, (at, row) = state
+        is_kept = at == stops[row]
+        choose = functools.partial(jnp.where, is_kept)
+        if loop.restart is None:
+            skip = lambda carry, x: (loop.step(carry, x)[0], empty)  # noqa: E731
+            carry, ys = lax.cond(is_kept, loop.step, skip, carry, x)
+        else:
+            carry, ys = loop.step(carry, x)
+            carry, ys = jax.tree.map(choose, (loop.restart(carry), ys), (carry, empty))
+        rows = [_add(*both, row) for both in zip(rows, ys, strict=True)]
+        return (carry, rows, (at + 1, row + is_kept.astype(dtype))), None
 
-    @property
-    def steps(self) -> int:
-        """The steps of all windows."""
-        return self.ends[-1] + 1 if self.ends else 0
+    rows = [widen(zeros_of(x, (len(ends), *x.shape))) for x in empty]
+    if steps:
+        state = carry, rows, (scalar(0, dtype), scalar(0, dtype))
+        sizes = (-(-steps // len(ends)),) if checkpoint else ()
+        stepping, inside = dataclasses.replace(loop, step=step), loop.cut(items, 0, steps)
+        (carry, rows, _), _ = scan_checkpointed(stepping, state, inside, steps, sizes)
+    pairs = zip(rows, empty, strict=True)
+    rows = [x if x.dtype == like.dtype else x.astype(like.dtype) for x, like in pairs]
+    carry = loop.skip(carry, items, steps, loop.length, checkpoint=checkpoint)
+    if [*order] == [*range(len(ends))]:
+        return carry, rows
+    order = jax.device_put(np.asarray(order, dtype))
+    return carry, [x[order] for x in rows]
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The first step of each window."""
-        return (0, *(end + 1 for end in self.ends))[: len(self.ends)]
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of steps in each window."""
-        return tuple(end + 1 - start for start, end in zip(self.starts, self.ends, strict=True))
+def _add(rows: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
+    """Add to a row, which is zero; or replace it, where that has no transpose."""
+    if not has_tangent(rows):
+        return write_chunk(rows, lax.expand_dims(row, (0,)), at, 0)
+    return rows.at[at].add(row.astype(rows.dtype), mode="promise_in_bounds")
 
 
-def find_windows(length: int, kept: Sequence[int], *, reverse: bool) -> Windows:
-    """Find the windows of a loop that runs up, or down if ``reverse``, with an output per index."""
-    places = [length - 1 - index for index in kept] if reverse else kept
-    ends, of_output = np.unique(np.asarray(places, int), return_inverse=True)
-    return Windows(tuple(ends.tolist()), tuple(of_output.tolist()))
+# Reductions of the steps between kept ones.
 
 
 def read_window_reductions(value: Any, site: str) -> Reductions | None:
@@ -337,142 +338,59 @@ def read_window_reductions(value: Any, site: str) -> Reductions | None:
     return read_reductions(structure.unflatten(entries), site)
 
 
-@dataclasses.dataclass(frozen=True)
-class _WindowFold:
-    """The reduction of the steps in each window; a state is a list of arrays.
+def _scan_windows(
+    loop: Loop,
+    carry: Any,
+    items: Any,
+    kept: Sequence[int],
+    reductions: Reductions,
+    body: str,
+    *,
+    checkpoint: bool,
+) -> tuple[Any, Any]:
+    """Run all steps; return the tree of results, one for each window, which a kept step ends.
 
     A window is reduced like a row whose items are on several devices (`rankax.core.reduce.run`):
-    each step is a run of one item, and its state is merged into that of the window.
+    each step is a run of one item, and its state is merged into what the loop carries, which begins
+    anew after a kept step. ``body`` is the scan body, for errors.
     """
+    ends, order = np.unique(np.asarray(kept, int), return_inverse=True)
+    sizes, steps = np.diff(ends, prepend=-1), int(max(ends, default=-1)) + 1
+    least, most = int(min(sizes, default=1)), int(max(sizes, default=1))
+    unflatten = loop.y_tree.unflatten
+    item = trace_reduced(lambda *ys: unflatten(ys), loop.y_avals, reductions, least, body)
+    runs = RunStates(reductions, item.outputs, (most,))
+    of_run = reductions.for_runs(least)
 
-    reductions: Reductions
-    site: str
-    windows: Windows
-    y_tree: Any
+    def step(state: Any, x: Any) -> tuple[Any, Any]:
+        carry, held, place = state
+        carry, ys = loop.step(carry, x)
+        new = runs.renumber(reduce_row(item, ys, (), of_run), (1,), (place,))
+        held = runs.add(held, new)
+        return (carry, held, place + 1), jax.tree.leaves(runs.total(held))
 
-    def state(self, leaves: Sequence[Any], *steps: int) -> tuple[tuple[Outputs, ...], list[Any]]:
-        """Return the outputs of a step, and the state of one step, or of several on axis 0."""
-        specs = [
-            Level(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True) for n in steps
-        ]
-        total = min(self.windows.sizes, default=1)
-        reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten
-        types = [with_shape(jax.typeof(leaf), leaf.shape[len(steps) :]) for leaf in leaves]
-        item = trace_reduced(lambda *ys: unflatten(ys), types, reductions, total, self.site)
-        return item.outputs, reduce_row(item, leaves, specs, reductions)
-
-    def start(self, avals: Sequence[Any]) -> tuple[tuple[Outputs, ...], list[Any]]:
-        """Return the outputs of a step, and the state of none; an output that is kept is zero."""
-        outputs, none = self.state([zeros_of(aval, (0, *aval.shape)) for aval in avals], 0)
-        pairs = zip(
-            self.reductions.entries, self._runs(outputs).renumber(none, (0,), (0,)), strict=True
-        )
-        return outputs, [
-            jax.tree.map(lambda x: zeros_of(x, x.shape[1:]), value) if entry.is_kept else value
-            for entry, value in pairs
-        ]
-
-    def step(self, held: list[Any], ys: Sequence[Any], place: jax.Array) -> tuple[Any, list[Any]]:
-        """Add the step at a place of the window to what is held; return that, and its states."""
-        outputs, new = self.state(ys)
-        runs = self._runs(outputs)
-        held = runs.add(held, runs.renumber(new, (1,), (place,)))
-        return held, jax.tree.leaves(runs.total(held))
-
-    def begin(self, outputs: tuple[Outputs, ...], none: list[Any]) -> list[Any]:
-        """Return what is held before the first step of a window."""
-        return self._runs(outputs).begin(none)
-
-    def _runs(self, outputs: tuple[Outputs, ...]) -> RunStates:
-        return RunStates(self.reductions, outputs, (max(self.windows.sizes, default=1),))
-
-    def results(self, outputs: tuple[Outputs, ...], states: Any) -> Any:
-        """Return the results of windows, whose states are on axis 0."""
-        sizes = self.windows.sizes
-
-        def finished(size: Any, states: Any, batch: int = 0) -> list[Any]:
-            return RunStates(self.reductions, outputs, (size,)).finish(states, batch)
-
-        if len(set(sizes)) <= 1:
-            values = finished(max(sizes, default=1), states, 1)
-        else:
-            counts = jax.device_put(np.asarray(sizes, index_dtype(self.windows.steps)))
-            values = jax.vmap(finished)(counts, states)
-        return self.reductions.assembled(outputs, values)
-
-
-def _scan_windows(
-    loop: Loop, carry: Any, items: Any, windows: Windows, *, reduce: Any, checkpoint: bool
-) -> tuple[Any, Any]:
-    """Run the steps of all windows; return the tree of outputs, one for each window.
-
-    One loop runs all steps up to the last kept one, so the program does not grow with the number of
-    outputs. It carries the rows of the outputs. Each step *adds* to the row of its window: the
-    output if the step is kept, otherwise zeros. The transpose of a sum only reads the cotangent.
-    The transpose of a write would also clear the row, and XLA:CPU copies all rows in every step to
-    do that.
-
-    Parameters
-    ----------
-    loop : Loop
-    carry, items : pytree
-    windows : Windows
-    reduce : (Reductions, str), optional
-        How to reduce the steps of a window, and the body for errors. None: keep its last output.
-    checkpoint : bool
-        Whether the reverse pass stores about one carry for each window.
-    """
-    avals, tree, count = loop.y_avals, loop.y_tree, len(windows.ends)
-    dtype = index_dtype(windows.steps)
-    fold, outputs = None, ()
-    empty, begin = [zeros_of(aval, aval.shape) for aval in avals], []
-    if reduce is not None:
-        reductions, site = reduce
-        fold = _WindowFold(reductions, site, windows, tree)
-        outputs, values = fold.start(avals)
-        begin = fold.begin(outputs, values)
-        empty, tree = jax.tree.flatten(values)
-    rows = [widen(zeros_of(x, (count, *x.shape))) for x in empty]
-    # After the last window comes one that no step reaches.
-    starts, ends = (
-        jax.device_put(np.asarray([*numbers, windows.steps], dtype))
-        for numbers in (windows.starts, windows.ends)
+    nothing = [zeros_of(aval, (0, *aval.shape)) for aval in loop.y_avals]
+    level = Level(Chunks(0, 0, 1), (0,) * len(nothing), is_loop=False, reduced=True)
+    none = runs.renumber(reduce_row(item, nothing, (level,), of_run), (0,), (0,))
+    # An output that is not reduced is zero before there is one.
+    none = [
+        jax.tree.map(lambda x: zeros_of(x, x.shape[1:]), own) if entry.is_kept else own
+        for entry, own in zip(reductions.entries, none, strict=True)
+    ]
+    begin = runs.begin(none), scalar(0, index_dtype(most))
+    leaves, tree = jax.tree.flatten(none)
+    folding = dataclasses.replace(
+        loop,
+        length=steps,
+        y_avals=list(map(jax.typeof, leaves)),
+        step=step,
+        restart=lambda state: (state[0], *begin),
     )
-
-    def skip(carry: Any, x: Any) -> tuple[Any, Any]:
-        return loop.step(carry, x)[0], empty
-
-    def step(state: Any, x: Any) -> tuple[Any, None]:
-        carry, held, rows, (at, window) = state
-        is_end = at == ends[window]
-        if fold is None:
-            carry, row = lax.cond(is_end, loop.step, skip, carry, x)
-        else:
-            carry, ys = loop.step(carry, x)
-            held, row = fold.step(held, ys, at - starts[window])
-            row = [jnp.where(is_end, x, zeros_of(x, x.shape)) for x in row]
-            held = jax.tree.map(lambda x, y: jnp.where(is_end, x, y), begin, held)
-        rows = [_add(*both, window) for both in zip(rows, row, strict=True)]
-        return (carry, held, rows, (at + 1, window + is_end.astype(dtype))), None
-
-    if count:
-        size = -(-windows.steps // count)
-        state = carry, begin, rows, (scalar(0, dtype), scalar(0, dtype))
-        stepping, inside = dataclasses.replace(loop, step=step), loop.cut(items, 0, windows.steps)
-        sizes = (size,) if checkpoint else ()
-        state, _ = scan_checkpointed(stepping, state, inside, windows.steps, sizes)
-        carry, _, rows, _ = state
-    carry = loop.skip(carry, items, windows.steps, loop.length, checkpoint=checkpoint)
-    pairs = zip(rows, empty, strict=True)
-    rows = [x if x.dtype == like.dtype else x.astype(like.dtype) for x, like in pairs]
-    ys = tree.unflatten(rows)
-    ys = fold.results(outputs, ys) if fold else ys
-    order = jax.device_put(np.asarray(windows.of_output, dtype))
-    return carry, jax.tree.map(lambda y: y[order], ys)
-
-
-def _add(rows: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
-    """Add to a row, which is zero; or replace it, where that has no transpose."""
-    if not has_tangent(rows):
-        return write_chunk(rows, lax.expand_dims(row, (0,)), at, 0)
-    return rows.at[at].add(row.astype(rows.dtype), mode="promise_in_bounds")
+    inside = loop.cut(items, 0, steps)
+    state, states = _scan_any(folding, (carry, *begin), inside, kept, checkpoint=checkpoint)
+    carry = loop.skip(state[0], items, steps, loop.length, checkpoint=checkpoint)
+    counts = jax.device_put(np.asarray(sizes[order], index_dtype(steps)))
+    values = jax.vmap(lambda size, own: RunStates(reductions, item.outputs, (size,)).finish(own))(
+        counts, tree.unflatten(states)
+    )
+    return carry, reductions.assembled(item.outputs, values)

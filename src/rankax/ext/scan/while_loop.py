@@ -17,7 +17,13 @@ from rankax.core.base.arrays import has_tangent, is_ref
 from rankax.core.base.trees import check_leaves, type_name
 from rankax.core.loop.loop import varying_axes
 from rankax.core.trace.derivatives import call_of, call_with_derivative_of
-from rankax.core.trace.programs import evaluate, has_order, subprograms, with_subprograms
+from rankax.core.trace.programs import (
+    evaluate,
+    has_order,
+    subprograms,
+    with_equations,
+    with_subprograms,
+)
 from rankax.ext.equations import has_rule, split_loop
 from rankax.ext.scan.loops import check_carry, trace_step
 from rankax.ext.scan.reversible import is_zero, program_of, pushed_through
@@ -194,8 +200,7 @@ def with_reverse_pass(jaxpr: Jaxpr, site: str) -> Jaxpr:
 
     A loop inside a function with its own derivative rule stays. ``site``: the program, for errors.
     """
-    eqns = [_with_reverse_pass(eqn, site) for eqn in jaxpr.eqns]
-    return jaxpr.replace(eqns=eqns) if has_plain_loop(jaxpr.eqns) else jaxpr
+    return with_equations(jaxpr, functools.partial(_with_reverse_pass, site=site))
 
 
 def has_plain_loop(eqns: Sequence[Any]) -> bool:
