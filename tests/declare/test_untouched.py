@@ -4,7 +4,7 @@
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,6 @@ class Pose(NamedTuple):
 
     rotation: Array
     name: str = "pose"
-
-
-class Box(Generic[T]):
-    """Says nothing of what it holds."""
 
 
 class Config:
@@ -159,7 +155,6 @@ def lambda_annotated(hint):
         PyTree,
         PyTree[Array],
         TypeAliasType("Arrays", list[Array]),
-        Box["Nowhere"],  # of which nothing is known
         Callable,
         Callable[[float], float],
         dict[str, Any],

@@ -47,6 +47,7 @@ from rankax.core.declare.ranks import declare
 from rankax.core.declare.split_key import SplitKey
 from rankax.core.hooks import METHODS
 from rankax.core.options import DEFAULTS, Options, check_together, checked_options
+from rankax.ext.annotations import annotated_ranks
 
 if TYPE_CHECKING:  # the types of what extensions return
     from rankax.ext.check.call import CheckReport, NonFinite
@@ -599,6 +600,6 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     given = {name: value for name, value in named.items() if name in DEFAULTS}
     named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
     # First, because an option that is refused may be meant as the rank of a parameter.
-    declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
+    declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS, annotated_ranks)
     plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Members("kernels")))
     return plain.with_explicit(checked_options(given, site), site)

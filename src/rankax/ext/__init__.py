@@ -2,7 +2,6 @@
 # pyright: reportUnusedImport=false
 """What surrounds the core, a folder or a file each; to import it registers it."""
 
-import rankax.ext.annotations
 import rankax.ext.batched
 import rankax.ext.blocks.arrays
 import rankax.ext.blocks.call

@@ -247,11 +247,6 @@ class Declaration:
     written: inspect.Signature | None = None
 
 
-#: Read ranks otherwise, and name the parameters that have nothing to do with arrays:
-#: ``(fun, skip, signature, site) -> ranks by parameter`` and ``(fun, names) -> names``.
-READERS: list[tuple[Callable[..., dict[str, Any]], Callable[..., Collection[str]]]] = []
-
-
 @dataclasses.dataclass(frozen=True)
 class Unpacked:
     """The rank tree of ``*args`` or ``**kwargs`` as a whole: ``**kwargs: Unpack[Options]``."""
@@ -266,6 +261,7 @@ def declare(
     ranks: Any,
     options: Mapping[str, Any],
     known_options: Collection[str],
+    annotated_ranks: Callable[..., tuple[dict[str, Any], Collection[str]]],
 ) -> Declaration:
     """Reduce all declared ranks of ``fun`` to the normal form.
 
@@ -280,6 +276,8 @@ def declare(
         The options passed by name; a parameter may have the same name.
     known_options : collection of str
         The names of all options, to recognize misspelled ones.
+    annotated_ranks : callable
+        What reads the annotations: `rankax.ext.annotations.annotated_ranks`.
     """
     site = f"auto_vmap({function_name(fun)})"
     try:
@@ -295,11 +293,9 @@ def declare(
     overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
     # The annotations of a kernel that takes a batch itself describe the batch.
     takes_batch = options.get("batched") is True
-    annotated: dict[str, Any] = {}
-    is_bare = inspect.isfunction(fun) and not fun.__annotations__
-    readers = [] if is_bare else READERS
-    for annotated_ranks, _ in () if takes_batch else readers:
-        annotated |= annotated_ranks(fun, overridden, signature, site)
+    annotated, silent = {}, ()
+    if not takes_batch and getattr(fun, "__annotations__", True):
+        annotated, silent = annotated_ranks(fun, overridden, signature, site)
     for name, by_key in bound.items.items():
         items = {key: _normal(rank, f"{site}: {name}{key}") for key, rank in by_key.items()}
         rest = explicit.get(name, annotated.get(name))
@@ -326,12 +322,11 @@ def declare(
         raise TypeError(f"{site}: no rank is declared; give ranks, as in auto_vmap(0, 1), {other}")
     # With any explicit rank, a missing one is taken as deliberate.
     implicit = all(rank is None for rank in explicit.values())
-    unranked = [name for name, tree in trees.items() if tree is None and name not in explicit]
     declaration = Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
         bound.outputs if bound.outputs is not None else annotated.get("return"),
-        frozenset(name for _, silent in readers for name in silent(fun, unranked) if implicit),
+        frozenset(name for name in silent if implicit and name not in explicit),
     )
     return _without_masks(declaration, site)
 
