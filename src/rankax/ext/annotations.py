@@ -22,7 +22,7 @@ import numpy as np
 
 from rankax.core.base.messages import listed
 from rankax.core.base.trees import ByKey, Items, entries
-from rankax.core.declare.dims import Rank, UnreadableError, parse_dims
+from rankax.core.declare.dims import Rank, parse_dims
 from rankax.core.declare.mask import Mask, mask_rank
 from rankax.core.declare.ranks import Unpacked
 from rankax.core.declare.split_key import SplitKey, key_rank
@@ -99,7 +99,7 @@ def annotated_ranks(
                     f"its rank explicitly, as in auto_vmap({name}=1) ({name}=None leaves it "
                     "untouched)"
                 ) from None
-        except (RecursionError, UnreadableError) as error:
+        except (RecursionError, ValueError) as error:
             if name in signature.parameters:
                 reason = _ENDLESS if isinstance(error, RecursionError) else error
                 raise ValueError(f"{text} {reason}") from None
@@ -195,7 +195,7 @@ def _rank(hint: Any, seen: Seen) -> Any:
     cls: Any = origin or hint
     is_class = _has_fields(cls)
     if _is_alias(origin) or (is_class and any(_rank(arg, seen) is not None for arg in args)):
-        raise UnreadableError(
+        raise ValueError(
             f"the arguments of the generic {cls.__name__} are not read; give the parameter a rank "
             "tree explicitly, such as rankax.ranks_like(item) of an example of one item"
         )
@@ -213,7 +213,7 @@ def _split_key(hint: Any, seen: Seen) -> Rank:
         base = _rank(typing.get_args(hint)[0], seen)
         if base is None or (isinstance(base, Rank) and base.is_key and base.rank == 0):
             return key_rank()
-    raise UnreadableError(
+    raise ValueError(
         "SplitKey annotates the type of a single key, as in "
         "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
     )
@@ -223,7 +223,7 @@ def _pytree(leaf: Any, seen: Seen) -> Rank | None:
     rank = _rank(leaf, seen)
     if rank is None or isinstance(rank, Rank):
         return rank
-    raise UnreadableError(
+    raise ValueError(
         f"PyTree[{getattr(leaf, '__name__', leaf)}] does not say at which depth the leaves are; "
         "give the parameter a rank tree explicitly"
     )
@@ -251,14 +251,14 @@ def _common(ranks: list[Any]) -> Any:
     if len(ranks) <= 1:
         return ranks[0] if ranks else None
     if not all(rank is None or isinstance(rank, Rank) for rank in ranks):
-        raise UnreadableError(
+        raise ValueError(
             "it is a union of containers, so the ranks cannot be known; give the parameter a rank "
             "tree explicitly, or write two kernels"
         )
     numbers = {rank and (str(rank) if rank.is_split else rank.rank) for rank in ranks}
     if len(numbers) > 1:
         described = ["no rank" if n is None else f"rank {n}" for n in sorted(numbers, key=str)]
-        raise UnreadableError(
+        raise ValueError(
             f"it is a union of {listed(described)}, so the number of batch axes cannot be known; "
             "give the parameter one rank explicitly, or write two kernels"
         )
@@ -292,7 +292,7 @@ def _class(cls: type, seen: Seen) -> ByKey | None:
     for name in fields:
         try:
             rank = _rank(hints[name], {**seen, cls: node})
-        except (NameError, UnreadableError) as error:
+        except (NameError, ValueError) as error:
             raise type(error)(f"{cls.__name__}.{name}: {error}") from None
         if rank is not None:
             ranks[f"['{name}']" if is_dict else f".{name}"] = rank
@@ -328,7 +328,7 @@ def _check_variadics(cls: str, hints: dict[str, Any]) -> None:
     batch = {first.lstrip("#*") for _, first, *core in arrays if core}
     for name, first, *_ in arrays:
         if first.lstrip("#*") not in batch:
-            raise UnreadableError(
+            raise ValueError(
                 f"{cls}.{name}: {first!r} alone could be the batch axes of a number, or an array "
                 "of any rank; write '' for a number and '...' to leave it untouched, or give the "
                 "parameter a rank explicitly"
