@@ -201,7 +201,7 @@ def _rank(hint: Any, seen: Seen) -> Any:
         )
     if is_class:
         return _class(cls, seen)
-    if _is_subclass(origin, collections.abc.Collection):
+    if args and _is_subclass(origin, collections.abc.Collection):
         tree = _collection(cls, args, seen)
         return Unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
     return None
