@@ -28,7 +28,7 @@ LOADERS = ("rankax/ext/__init__.py", "rankax/__init__.py", "rankax/plans.py")
 # the extension or one of its options.
 GONE = re.compile(
     r"no option is called|KeyError: '[a-z_]+'"
-    r"|No module named 'rankax\.|cannot import name|has no attribute|no rank is declared"
+    r"|No module named 'rankax\.|cannot import name|has no attribute"
 )
 
 

@@ -53,46 +53,31 @@ def test_module_level_names():
     }
 
 
-def test_names_of_the_functions_around_the_decorator():
+def test_names_of_the_functions_around_are_not_found():
     Vec = Float[Array, "3"]
 
     class Local(NamedTuple):
         at: Vec
-        inner: Inner
 
-    class Inner(NamedTuple):
-        size: Float[Array, ""]
+    def of_name(x: Vec): ...
 
-    @auto_vmap
-    def kernel(x: Local, y: Vec) -> Vec:
-        return x.at + y * x.inner.size
+    def of_class(x: Pose | None, pose: Local): ...
 
-    got = kernel(Local(jnp.ones((4, 3)), Inner(jnp.arange(4.0))), jnp.ones(3))
-    np.testing.assert_array_equal(got, 1 + np.repeat(np.arange(4.0)[:, None], 3, axis=1))
-
-
-def test_names_of_a_class_body():
-    class Lens:
-        Vec = Float[Array, "3"]
-
-        @auto_vmap
-        def bend(self, x: Vec) -> Vec:
-            return 2 * x
-
-    x = np.arange(12.0, dtype="f").reshape(4, 3)
-    np.testing.assert_array_equal(Lens().bend(x), 2 * x)
+    with pytest.raises(TypeError, match=r"the annotation of x: 'Vec' cannot .*auto_vmap\(x=1\)"):
+        auto_vmap(of_name)
+    of_class.__annotations__["pose"] = Local
+    with pytest.raises(TypeError, match=r"of pose: Local cannot be resolved \(name 'Vec' is not"):
+        auto_vmap(of_class)
+    plan = auto_vmap(pose={"at": 1})(of_class).plan(POSE, Local(jnp.ones((4, 3))))
+    assert [leaf.rank for leaf in plan.leaves] == [2, 1, 1]
 
 
-def test_names_that_the_body_uses_are_found_later_too():
-    def make():
-        Vec = Float[Array, "3"]
+def test_names_that_cannot_be_found_in_what_is_returned():
+    Vec = Float[Array, "3"]
 
-        def kernel(x: Vec):
-            return x, Vec
+    def kernel(x: Float[Array, "3"]) -> Vec: ...
 
-        return kernel
-
-    assert read(make(), jnp.ones((4, 3))) == {"x": 1}
+    assert read(kernel, jnp.ones((4, 3))) == {"x": 1}
 
 
 def test_jaxtyped_below_and_above():

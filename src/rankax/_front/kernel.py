@@ -4,8 +4,9 @@
 Tools treat it as they treat a function, because it has ``__get__`` and no ``__set__``: it is a
 routine to `inspect`, `help`, doctest and Sphinx, and binds to an object as a function does. What
 rankax itself needs is in slots, so that a wrapper that copies the attributes of what it wraps, as
-`functools.wraps` does, copies only what the user has set. A kernel is copied and pickled like a
-function, by its name if that leads back to it; a bound method, by its object and its name.
+`functools.wraps` does, copies only what the user has set. A kernel of a module is pickled by its
+name, as functions are. One of ``__main__`` or of a function is pickled by value, which takes
+cloudpickle, as with `jax.jit`. A bound method is pickled by its object and its name.
 
 `auto_vmap` takes options and named ranks in one ``**named``, because it has to know which options
 were passed: one may share its name with a parameter of the kernel (`rankax.core.declare.ranks`).
@@ -14,9 +15,11 @@ The signature that `help` shows is set separately.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +48,7 @@ from rankax.core.base.trees import ByKey, Items, Node
 from rankax.core.declare.dims import Dim, Rank
 from rankax.core.declare.ranks import declare
 from rankax.core.declare.split_key import SplitKey
+from rankax.ext.annotations import annotated_ranks
 from rankax.ext.blocks.call import call_on_blocks
 from rankax.ext.check.call import check, nonfinite
 from rankax.ext.check.ragged import RaggedItems
@@ -76,19 +80,12 @@ class Kernel(Generic[P, R]):
 
     def __init__(self, spec: KernelSpec, tuning: Tuning | None = None) -> None:
         self.spec, self.tuning = spec, tuning
-        # As `functools.wraps` does, also for a callable without a name.
         if hasattr(spec.fun, "__name__"):
             functools.update_wrapper(self, spec.fun)
-        else:
-            # A partial is named and described by its function, another callable by its class.
-            named = unwrapped(spec.fun)
-            named = named if hasattr(named, "__name__") else type(named)
-            described = ("__module__", "__name__", "__qualname__", "__doc__")
-            functools.update_wrapper(self, named, described, updated=())
+        else:  # a partial is described by its function, another object by its class
+            self.__name__ = self.__qualname__ = spec.name
+            functools.update_wrapper(self, unwrapped(spec.fun), updated=())
             self.__wrapped__ = spec.fun
-        for name in vars(self).keys() & vars(Kernel).keys():
-            if not name.startswith("__"):  # a user-defined attribute would hide a method
-                del vars(self)[name]
         if spec.declaration.masks:
             vars(self)["__signature__"] = spec.declaration.signature
 
@@ -185,13 +182,6 @@ class Kernel(Generic[P, R]):
     def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         return self if instance is None else Method(self, instance)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        # Python's tools look for the docstring of an overridden method for functions only.
-        overridden = getattr(super(owner, owner), name, None)
-        is_own = self.__qualname__ == f"{owner.__qualname__}.{name}"
-        if is_own and self.__doc__ is None and callable(overridden):
-            self.__doc__ = overridden.__doc__
-
     def unbound(self, args: tuple[Any, ...]) -> tuple[Kernel[..., Any], tuple[Any, ...]]:
         """Return what a class has as its attribute, and arguments with the object in front."""
         return self, args
@@ -202,9 +192,8 @@ class Kernel(Generic[P, R]):
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """The namespace of its annotations, as jaxtyping asks of what it wraps."""
-        fun: Any = unwrapped(self.spec.fun)
-        return fun.__globals__
+        """The namespace of its annotations, for `jaxtyping.jaxtyped` above it."""
+        return inspect.unwrap(self).__globals__
 
     @property
     def rankax_parts(self) -> Any:
@@ -219,19 +208,12 @@ class Kernel(Generic[P, R]):
     def __deepcopy__(self, memo: Any = None) -> Self:
         return self
 
-    __copy__ = __deepcopy__
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _is_found_by_name(self) and not _goes_by_value(self.__module__):
-            return self.__qualname__
+        with contextlib.suppress(AttributeError, KeyError):
+            found = operator.attrgetter(self.__qualname__)(sys.modules[self.__module__])
+            if found is self and self.__module__ != "__main__":
+                return self.__qualname__
         return super().__reduce_ex__(protocol)
-
-    def __setstate__(self, state: Any) -> None:
-        attributes, slots = state
-        vars(self).update(attributes)
-        self.spec, self.tuning = slots["spec"], slots["tuning"]
-        if self.tuning is None:
-            self.spec.members.get_or_make(frozenset(self.spec.explicit.items()), lambda: self)
 
 
 class Method(Kernel[P, R]):
@@ -239,13 +221,13 @@ class Method(Kernel[P, R]):
 
     __slots__ = ("__func__", "__self__")
 
-    def __init__(self, kernel: Kernel[..., R], instance: Any) -> None:
-        self.__func__, self.__self__ = kernel, instance
-        self.__dict__ = vars(kernel)  # its name, docstring and other attributes
-        if kernel.spec.declaration.masks:
-            _, *passed = kernel.spec.declaration.signature.parameters.values()
-            self.__dict__ = {**vars(kernel), "__signature__": inspect.Signature(passed)}
-        self.spec, self.tuning = kernel.spec, kernel.tuning
+    def __init__(self, __func__: Kernel[..., R], __self__: Any) -> None:
+        self.__func__, self.__self__ = __func__, __self__
+        self.spec, self.tuning = __func__.spec, __func__.tuning
+        vars(self).update(vars(__func__))
+        if self.spec.declaration.masks:
+            _, *passed = self.spec.declaration.signature.parameters.values()
+            vars(self)["__signature__"] = inspect.Signature(passed)
 
     def unbound(self, args: tuple[Any, ...]) -> tuple[Kernel[..., Any], tuple[Any, ...]]:
         return self.__func__, (self.__self__, *args)
@@ -267,27 +249,14 @@ class Method(Kernel[P, R]):
     def __hash__(self) -> int:
         return hash((self.__func__, id(self.__self__)))
 
-    def __repr__(self) -> str:
-        return f"<rankax method {_described(self.spec, skip=1)} of {self.__self__!r}>"
-
     def __deepcopy__(self, memo: Any = None) -> Any:
         return Method(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        name = self.__func__.__name__
-        if getattr(self.__self__, name, None) == self:
-            return getattr, (self.__self__, name)
-        return Method, (self.__func__, self.__self__)
+        return getattr, (self.__self__, self.__name__)  # as for a method of a function
 
 
-def _flattened(method: Method[..., Any]) -> Any:
-    key = jax.tree_util.GetAttrKey("__self__")
-    return ((key, method.__self__),), method.__func__
-
-
-jax.tree_util.register_pytree_with_keys(
-    Method, _flattened, lambda kernel, children: Method(kernel, *children)
-)
+jax.tree_util.register_dataclass(Method, ["__self__"], ["__func__"])
 
 
 class ClassMethod(classmethod):  # pyright: ignore[reportMissingTypeArgument]
@@ -295,45 +264,18 @@ class ClassMethod(classmethod):  # pyright: ignore[reportMissingTypeArgument]
 
     def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         kernel: Any = self.__func__
-        return Method(kernel, type(instance) if owner is None else owner)
-
-
-# Pickling.
-
-
-def _is_found_by_name(kernel: Kernel[..., Any]) -> bool:
-    """Whether the name of a kernel leads back to it, as pickle looks for functions."""
-    found: Any = sys.modules.get(kernel.__module__)
-    for name in kernel.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is kernel
-
-
-def _goes_by_value(module: str) -> bool:
-    """Whether cloudpickle is asking, and would pickle a function of this module by value.
-
-    cloudpickle decides this only for functions and classes, and other objects can tell who pickles
-    them only from the frame. A reducer of `copyreg` cannot tell either, because all picklers share
-    it; one in the table of cloudpickle's own class would miss its copies, as in joblib. Other
-    picklers, such as the one of multiprocessing, find ``__main__`` by name.
-    """
-    frame: Any = inspect.currentframe()
-    pickler = frame.f_back.f_back.f_globals
-    if "cloudpickle" not in pickler["__name__"]:
-        return False
-    by_value = ["__main__", *pickler["list_registry_pickle_by_value"]()]
-    return any(f"{module}.".startswith(f"{name}.") for name in by_value)
+        return Method(kernel, owner)
 
 
 # The text that shows a kernel: ``energy(s: 0, v: 1, m: 2), chunk_size=100``.
 
 
-def _described(spec: KernelSpec, skip: int = 0) -> str:
-    """Return name, ranks and options; without the first parameters, which ``skip`` counts."""
+def _described(spec: KernelSpec) -> str:
+    """Return name, ranks and options."""
     ranks = spec.declaration.ranks
     parameters = [
         shown
-        for name, parameter in [*spec.declaration.signature.parameters.items()][skip:]
+        for name, parameter in spec.declaration.signature.parameters.items()
         for shown in _ranks(str(inspect.Parameter(name, parameter.kind)), ranks.get(name))
     ]
     options = [f"{name}={value}" for name, value in spec.explicit.items()]
@@ -604,6 +546,6 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     given = {name: value for name, value in named.items() if name in NAMES}
     named_ranks = {name: rank for name, rank in named.items() if name not in NAMES}
     # First, because an option that is refused may be meant as the rank of a parameter.
-    declaration = declare(fun, positional, named_ranks, ranks, given, NAMES)
+    declaration = declare(fun, positional, named_ranks, ranks, given, NAMES, annotated_ranks)
     plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Members("kernels")))
     return plain.with_explicit(checked_options(given, site), site)

@@ -1,36 +1,55 @@
 # SPDX-License-Identifier: MIT
-"""Ranks from annotations: jaxtyping's array types, and containers of them."""
+"""Ranks from annotations: jaxtyping's array types, and containers of them.
+
+`typing.get_type_hints` evaluates strings. Of jaxtyping, only `jaxtyping.AbstractArray` with its
+``dim_str`` is used, and the ``leaftype`` of `jaxtyping.PyTree`.
+"""
 
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jaxtyping
 import numpy as np
 
-from rankax.core.base.messages import listed, unwrapped
+from rankax.core.base.messages import listed
 from rankax.core.base.trees import ByKey, Items, entries
-from rankax.core.declare.dims import Rank, UnreadableError, parse_dims
+from rankax.core.declare.dims import Rank, parse_dims
 from rankax.core.declare.mask import Mask, mask_rank
-from rankax.core.declare.ranks import READERS, Unpacked
-from rankax.core.declare.split_key import SplitKey, key_rank, marked
+from rankax.core.declare.ranks import Unpacked
+from rankax.core.declare.split_key import SplitKey, key_rank
 
-Names = dict[str, Any]  # what the names in an annotation mean
+_NUMBERS = (bool, int, float, complex, np.generic)
+_ARRAYS = (jax.Array, np.ndarray)
+_ANYTHING = (Any, object, jaxtyping.PyTree, typing.Callable, collections.abc.Callable)
+_KEYS = typing.get_args(jaxtyping.PRNGKeyArray)
+_ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
+_QUALIFIERS = (
+    typing.Annotated,
+    typing.Final,
+    typing.Required,
+    typing.NotRequired,
+    getattr(typing, "ReadOnly", typing.Final),  # since Python 3.13
+)
+_ENDLESS = (
+    "it contains itself, so it does not say at which depth the arrays are; give the parameter a "
+    "rank or a rank tree explicitly"
+)
+
+Seen = dict[type, ByKey]  # the classes being read: one that contains itself is its own entry
 
 
 def annotated_ranks(
     fun: Callable[..., Any], skip: Collection[str], signature: inspect.Signature, site: str
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], set[str]]:
     """Read a rank tree from each annotation of ``fun``, by parameter name and ``"return"``.
 
     Annotations without arrays are absent. So is a return annotation without one rank, because no
@@ -46,6 +65,11 @@ def annotated_ranks(
     site : str
         The beginning of error messages.
 
+    Returns
+    -------
+    dict, set of str
+        The rank trees, and the names whose annotations have nothing to do with arrays.
+
     Raises
     ------
     ValueError
@@ -54,244 +78,172 @@ def annotated_ranks(
         If a parameter's annotation cannot be resolved. With any explicit ranks, such an annotation
         declares no rank instead.
     """
-    hints, names = _hints_and_names(fun)
+    target: Any = fun.func if isinstance(fun, functools.partial) else fun
+    if not (inspect.isroutine(target) or hasattr(target, "__wrapped__")):
+        target = type(target).__call__
     ranks: dict[str, Any] = {}
-    for name, hint in hints.items():
+    silent: set[str] = set()
+    for name, written in getattr(target, "__annotations__", {}).items():
         if name in skip:
             continue
+        # Each alone, because one that cannot be resolved may not be needed.
+        alone = types.SimpleNamespace(__annotations__={name: written}, __wrapped__=target)
+        text = f"{site}: the annotation of {name}:"
         try:
-            rank = _Reader().rank(hint, names)
-        except (_UnresolvedError, UnreadableError) as error:
-            is_read = isinstance(error, UnreadableError)
-            if name not in signature.parameters or (skip and not is_read):
-                continue
-            text = f"{site}: the annotation of {name}: {error}"
-            if is_read:
-                raise ValueError(text) from None
-            raise TypeError(
-                f"{text}; give the parameter its rank explicitly ({name}=None leaves it untouched)"
-            ) from None
-        if rank is not None:
-            ranks[name] = rank
-    return ranks
+            hint = _hints(alone, repr(written))[name]
+            rank = _rank(hint, {})
+        except (AttributeError, NameError) as error:  # the first of a `type` statement
+            if name in signature.parameters and not skip:
+                raise TypeError(
+                    f"{text} {error}; only names of its module are found, so give the parameter "
+                    f"its rank explicitly, as in auto_vmap({name}=1) ({name}=None leaves it "
+                    "untouched)"
+                ) from None
+        except (RecursionError, ValueError) as error:
+            if name in signature.parameters:
+                reason = _ENDLESS if isinstance(error, RecursionError) else error
+                raise ValueError(f"{text} {reason}") from None
+        else:
+            if rank is not None:
+                ranks[name] = rank
+            elif not any(_is_for_arrays(part) for part in _parts(hint)):
+                silent.add(name)
+    return ranks, silent
 
 
-def silent_parameters(fun: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
-    """Return those of ``names`` whose annotations have nothing to do with arrays.
-
-    A value of such a type, such as a class of another library, may still hold arrays. An array type
-    without dimensions, ``...``, ``Any``, a `jaxtyping.PyTree`, a function, or no annotation at all
-    mean what they say: no rank.
-    """
-    hints, scope = _hints_and_names(fun)
-    return frozenset(name for name in names if name in hints and _is_silent(hints[name], scope))
-
-
-def _is_silent(hint: Any, names: Names) -> bool:
-    """Return whether a type is neither for arrays, nor for any value, nor a container of such."""
+def _hints(annotated: Any, text: str) -> dict[str, Any]:
+    """Evaluate annotations; a `NameError` says what could not be resolved."""
     try:
-        hint = _resolved(hint, names)
-        if (alias := _alias_of(hint)) is not None:
-            return _is_silent(_value_of(alias), names)
-    except _UnresolvedError:
-        return False
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    is_open = hint in _ANYTHING or origin in _ANYTHING or isinstance(hint, typing.TypeVar)
-    is_array = _is_subclass(origin or hint, (*_ARRAYS, np.generic, jaxtyping.AbstractArray))
-    if is_open or is_array or hasattr(hint, "leaftype"):  # of a PyTree[...]
-        return False
-    return all(_is_silent(arg, names) for arg in args if arg is not Ellipsis)
+        return typing.get_type_hints(annotated, include_extras=True)
+    except Exception as error:
+        raise NameError(f"{text} cannot be resolved ({error})") from None
 
 
-_NUMBERS = (bool, int, float, complex, np.generic)
-_ARRAYS = (jax.Array, np.ndarray)
-_ANYTHING = (Any, object, jaxtyping.PyTree, typing.Callable, collections.abc.Callable)
-_KEYS = typing.get_args(jaxtyping.PRNGKeyArray)
-_ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
+def _is_for_arrays(hint: Any) -> bool:
+    """Return whether a type is one of arrays, or of any value.
 
-
-class _Reader:
-    """Turns one annotation into a rank tree.
-
-    It uses the introspection of `typing`, and of jaxtyping only `jaxtyping.AbstractArray` with its
-    ``dim_str``, and the ``leaftype`` of `jaxtyping.PyTree`.
+    An array type without dimensions, ``...``, ``Any``, a `jaxtyping.PyTree` or a function mean what
+    they say: no rank. Of another type, such as a class of another library, a value may still hold
+    arrays.
     """
+    origin = typing.get_origin(hint)
+    is_array = _is_subclass(origin or hint, (*_ARRAYS, np.generic, jaxtyping.AbstractArray))
+    is_open = hint in _ANYTHING or origin in _ANYTHING or isinstance(hint, typing.TypeVar)
+    return is_array or is_open or hasattr(hint, "leaftype")
 
-    def __init__(self) -> None:
-        # Aliases and classes being read. An alias must not contain itself. A class that contains
-        # itself is its own entry.
-        self.aliases: set[Any] = set()
-        self.classes: dict[type, ByKey] = {}
-        # For each class being read, the variadics of the current field, and whether each is alone.
-        self.variadics: list[list[tuple[str, bool]]] = []
 
-    def rank(self, hint: Any, names: Names) -> Any:
-        """Return the rank tree of an annotation; None if it declares no rank."""
-        hint = _resolved(hint, names)
-        if hint is SplitKey or marked(hint):
-            return self._split_key(hint, names)
-        if (mask := mask_in(hint)) is not None:
-            return mask_rank(mask)
-        if _is_subclass(hint, jaxtyping.AbstractArray):
-            return self._array(hint)
-        if isinstance(hint, type) and hasattr(hint, "leaftype"):
-            return self._pytree(hint.leaftype, names)
-        origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if (alias := _alias_of(hint)) is not None:
-            return self._alias(alias, args, names)
-        if isinstance(hint, typing.TypeVar):
-            return self._union(hint.__constraints__ or (hint.__bound__,), names)
-        if origin in (typing.Union, types.UnionType):
-            return self._union(args, names)
-        if origin is typing.Unpack:
-            return _unpacked(self.rank(args[0], names))
-        cls: Any = origin or hint
-        if _has_fields(cls):
-            return self._class(cls, names, _arguments(cls, args))
-        if _is_subclass(origin, collections.abc.Collection):
-            tree = self._collection(cls, args, names)
-            return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
-        return None
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yield a type, and the types that it is made of; but not those of the fields of a class."""
+    hint = _bare(hint)
+    yield hint
+    for part in (*typing.get_args(hint), getattr(hint, "leaftype", ...)):
+        if part is not Ellipsis:
+            yield from _parts(part)
 
-    def _split_key(self, hint: Any, names: Names) -> Rank:
-        """Read ``Annotated[PRNGKeyArray, SplitKey]``, also with `Any` in place of the key type."""
-        if marked(hint):
-            base = self.rank(typing.get_args(hint)[0], names)
-            if base is None or (isinstance(base, Rank) and base.is_key and base.rank == 0):
-                return key_rank()
-        raise UnreadableError(
-            "SplitKey annotates the type of a single key, as in "
-            "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
-        )
 
-    def _array(self, hint: Any) -> Rank | None:
-        first, *core = hint.dim_str.split() or [""]
-        if self.variadics and first.lstrip("#").startswith("*"):
-            self.variadics[-1].append((first, not core))
+def _bare(hint: Any) -> Any:
+    """Strip what says nothing of shapes: ``NewType``, ``Final``, ``Annotated`` without a mark.
+
+    A ``type X = ...`` statement is replaced by its value; `typing_extensions` has its own class.
+    """
+    while _mark(hint) is None:
+        if typing.get_origin(hint) in _QUALIFIERS:
+            hint = typing.get_args(hint)[0]
+        elif isinstance(hint, typing.NewType):
+            hint = hint.__supertype__
+        elif _is_alias(hint):
+            hint = hint.__value__
+        else:
+            break
+    return hint
+
+
+def _is_alias(hint: Any) -> bool:
+    return type(hint).__name__ == "TypeAliasType"
+
+
+def _mark(hint: Any) -> Any:
+    """Return `SplitKey`, or the `Mask`, in ``Annotated[..., Mask("n")]``."""
+    metadata = getattr(hint, "__metadata__", ())
+    return next((x for x in metadata if x is SplitKey or isinstance(x, Mask)), None)
+
+
+def _rank(hint: Any, seen: Seen) -> Any:
+    """Return the rank tree of a type; None if it declares no rank."""
+    hint = _bare(hint)
+    mark = _mark(hint)
+    if isinstance(hint, (str, typing.ForwardRef)):  # left by `typing.get_type_hints`
+        raise RecursionError
+    if isinstance(mark, Mask):
+        return mask_rank(mark)
+    if SplitKey in (hint, mark):
+        return _split_key(hint, seen)
+    if _is_subclass(hint, jaxtyping.AbstractArray):
         rank = parse_dims(hint.dim_str)
         if rank is None or hint.dtypes != _ONE_KEY.dtypes:
             return rank
         return dataclasses.replace(rank, is_key=True)
-
-    def _pytree(self, leaf: Any, names: Names) -> Rank | None:
-        rank = self.rank(leaf, names)
-        if rank is None or isinstance(rank, Rank):
-            return rank
-        raise UnreadableError(
-            f"PyTree[{getattr(leaf, '__name__', leaf)}] does not say at which depth the leaves "
-            "are; give the parameter a rank tree explicitly"
-        )
-
-    def _alias(self, alias: Any, args: tuple[Any, ...], names: Names) -> Any:
-        """Read a ``type X = ...`` statement."""
-        if alias in self.aliases:
-            raise UnreadableError(
-                f"the type {alias.__name__} contains itself, so it does not say at which depth the "
-                "arrays are; give the parameter a rank or a rank tree explicitly"
-            )
-        self.aliases.add(alias)
-        rank = self.rank(_substituted(_value_of(alias), _arguments(alias, args)), names)
-        self.aliases.discard(alias)
-        return rank
-
-    def _union(self, members: Sequence[Any], names: Names) -> Any:
-        """Return the one rank of all array types of a union; other members are ignored."""
-        members = [_resolved(member, names) for member in members]
-        if all(key in members for key in _KEYS):  # not as a set: some types are not hashable
-            # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
-            members = [m for m in members if m not in _KEYS] + [_ONE_KEY]
-        ranks: list[Any] = []
-        for member in members:
-            rank = self.rank(member, names)
-            is_array = member in _ARRAYS or _is_subclass(member, jaxtyping.AbstractArray)
-            if rank is not None or is_array:
-                ranks.append(rank)
-        if any(isinstance(rank, Rank) and rank.rank for rank in ranks):
-            ranks += [Rank(0) for member in members if _is_subclass(member, _NUMBERS)]
-        return _common(ranks)
-
-    def _collection(self, origin: type, args: tuple[Any, ...], names: Names) -> Any:
-        if issubclass(origin, tuple) and not (len(args) == 2 and args[1] is Ellipsis):
-            items = tuple(self.rank(arg, names) for arg in args)
-            return items if any(item is not None for item in items) else None
-        is_mapping = issubclass(origin, collections.abc.Mapping)
-        entry = self.rank(args[-1] if is_mapping else args[0], names)
-        spreads = isinstance(entry, Rank) and (is_mapping or issubclass(origin, tuple))
-        # One rank applies to all leaves below it, but a list under one rank means an array.
-        return entry if entry is None or spreads else Items({}, entry)
-
-    def _class(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
-        """Read a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
-        if cls in self.classes:
-            return self.classes[cls]
-        fields: dict[str, Any] = {}
-        is_dict = typing.is_typeddict(cls)
-        node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
-        self.classes[cls] = node
-        variadics: list[tuple[str, str, bool]] = []
-        for name, (hint, scope) in _field_hints(cls, names).items():
-            self.variadics.append([])
-            try:
-                entry = self.rank(_substituted(_resolved(hint, scope), bound), scope)
-            except (_UnresolvedError, UnreadableError) as error:
-                raise type(error)(f"{cls.__name__}.{name}: {error}") from None
-            if entry is not None:
-                fields[f"['{name}']" if is_dict else f".{name}"] = entry
-            variadics += [(name, word, alone) for word, alone in self.variadics.pop()]
-        _check_variadics(cls, variadics)
-        del self.classes[cls]
-        return node if any(entry is not None for entry in entries(node)) else None
-
-
-def _check_variadics(cls: type, variadics: Sequence[tuple[str, str, bool]]) -> None:
-    """Refuse a variadic that only ever stands alone in the fields of a class.
-
-    On a parameter, ``"*batch"`` is a number for each item. A class describes one value of itself:
-    in one with ``"*batch"`` and ``"*batch 3"`` the variadic is the batch, but a lone ``"*shape"``
-    could also be an array of any rank, which would be torn into its components as a number.
-    """
-    batch = {word.lstrip("#*") for _, word, alone in variadics if not alone}
-    for field, word, _ in variadics:
-        if word.lstrip("#*") not in batch:
-            raise UnreadableError(
-                f"{cls.__name__}.{field}: {word!r} alone could be the batch axes of a number, or "
-                "an array of any rank; write '' for a number and '...' to leave it untouched, or "
-                "give the parameter a rank explicitly"
-            )
-
-
-def _fields_of_subclass(cls: type) -> dict[str, Any]:
-    """Read a subclass that was passed for the annotated class; it may have more fields."""
-    tree = _Reader().rank(cls, {})
-    return {} if tree is None else dict(tree.entries)
-
-
-def _unpacked(tree: Any) -> Unpacked | None:
-    return None if tree is None else Unpacked(tree)
-
-
-def _is_subclass(hint: Any, classes: type | tuple[type, ...]) -> bool:
-    return isinstance(hint, type) and issubclass(hint, classes)
-
-
-def _arguments(generic: Any, args: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return the arguments of a generic class or alias by type variable."""
-    variables = getattr(generic, "__type_params__", ()) or getattr(generic, "__parameters__", ())
-    return dict(zip(variables, args, strict=False))
-
-
-def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:
-    """Replace the type variables of a generic class or alias by its arguments."""
+    if isinstance(hint, type) and hasattr(hint, "leaftype"):
+        return _pytree(hint.leaftype, seen)
     if isinstance(hint, typing.TypeVar):
-        return bound.get(hint, hint)
-    parameters = typing.get_origin(hint) and getattr(hint, "__parameters__", ())
-    return hint[tuple(bound.get(p, p) for p in parameters)] if bound and parameters else hint
+        return _union(hint.__constraints__ or (hint.__bound__,), seen)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _union(args, seen)
+    if origin is typing.Unpack:
+        return Unpacked(_rank(args[0], seen))
+    cls: Any = origin or hint
+    is_class = _has_fields(cls)
+    if _is_alias(origin) or (is_class and any(_rank(arg, seen) is not None for arg in args)):
+        raise ValueError(
+            f"the arguments of the generic {cls.__name__} are not read; give the parameter a rank "
+            "tree explicitly, such as rankax.ranks_like(item) of an example of one item"
+        )
+    if is_class:
+        return _class(cls, seen)
+    if args and _is_subclass(origin, collections.abc.Collection):
+        tree = _collection(cls, args, seen)
+        return Unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
+    return None
 
 
-def _has_fields(cls: Any) -> bool:
-    if typing.is_typeddict(cls) or (_is_subclass(cls, tuple) and hasattr(cls, "_fields")):
-        return True
-    return isinstance(cls, type) and dataclasses.is_dataclass(cls)
+def _split_key(hint: Any, seen: Seen) -> Rank:
+    """Read ``Annotated[PRNGKeyArray, SplitKey]``, also with `Any` in place of the key type."""
+    if hint is not SplitKey:
+        base = _rank(typing.get_args(hint)[0], seen)
+        if base is None or (isinstance(base, Rank) and base.is_key and base.rank == 0):
+            return key_rank()
+    raise ValueError(
+        "SplitKey annotates the type of a single key, as in "
+        "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
+    )
+
+
+def _pytree(leaf: Any, seen: Seen) -> Rank | None:
+    rank = _rank(leaf, seen)
+    if rank is None or isinstance(rank, Rank):
+        return rank
+    raise ValueError(
+        f"PyTree[{getattr(leaf, '__name__', leaf)}] does not say at which depth the leaves are; "
+        "give the parameter a rank tree explicitly"
+    )
+
+
+def _union(members: Sequence[Any], seen: Seen) -> Any:
+    """Return the one rank of all array types of a union; other members are ignored."""
+    members = [_bare(member) for member in members]
+    if all(key in members for key in _KEYS):  # not as a set: some types are not hashable
+        # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
+        members = [member for member in members if member not in _KEYS] + [_ONE_KEY]
+    ranks: list[Any] = []
+    for member in members:
+        rank = _rank(member, seen)
+        is_array = member in _ARRAYS or _is_subclass(member, jaxtyping.AbstractArray)
+        if rank is not None or is_array:
+            ranks.append(rank)
+    if any(isinstance(rank, Rank) and rank.rank for rank in ranks):
+        ranks += [Rank(0) for member in members if _is_subclass(member, _NUMBERS)]
+    return _common(ranks)
 
 
 def _common(ranks: list[Any]) -> Any:
@@ -299,14 +251,14 @@ def _common(ranks: list[Any]) -> Any:
     if len(ranks) <= 1:
         return ranks[0] if ranks else None
     if not all(rank is None or isinstance(rank, Rank) for rank in ranks):
-        raise UnreadableError(
+        raise ValueError(
             "it is a union of containers, so the ranks cannot be known; give the parameter a rank "
             "tree explicitly, or write two kernels"
         )
     numbers = {rank and (str(rank) if rank.is_split else rank.rank) for rank in ranks}
     if len(numbers) > 1:
         described = ["no rank" if n is None else f"rank {n}" for n in sorted(numbers, key=str)]
-        raise UnreadableError(
+        raise ValueError(
             f"it is a union of {listed(described)}, so the number of batch axes cannot be known; "
             "give the parameter one rank explicitly, or write two kernels"
         )
@@ -314,132 +266,74 @@ def _common(ranks: list[Any]) -> Any:
     return ranks[0] if same else Rank(ranks[0].rank)  # "n" | "m": one axis of unknown name
 
 
-# The annotations as written; those that are strings are evaluated.
+def _collection(cls: type, args: tuple[Any, ...], seen: Seen) -> Any:
+    if issubclass(cls, tuple) and not (len(args) == 2 and args[1] is Ellipsis):
+        items = tuple(_rank(arg, seen) for arg in args)
+        return items if any(item is not None for item in items) else None
+    is_mapping = issubclass(cls, collections.abc.Mapping)
+    entry = _rank(args[-1] if is_mapping else args[0], seen)
+    spreads = isinstance(entry, Rank) and (is_mapping or issubclass(cls, tuple))
+    # One rank applies to all leaves below it, but a list under one rank means an array.
+    return entry if entry is None or spreads else Items({}, entry)
 
 
-_QUALIFIERS = {
-    typing.Annotated,
-    typing.Final,
-    typing.ClassVar,
-    typing.Required,
-    typing.NotRequired,
-    getattr(typing, "ReadOnly", typing.Required),  # since Python 3.13
-}
-
-
-class _UnresolvedError(Exception):
-    """An annotation is a string that cannot be evaluated."""
-
-
-def _hints_and_names(fun: Callable[..., Any]) -> tuple[dict[str, Any], Names]:
-    """Return the annotations of a kernel as written, and what their names mean."""
-    target: Any = fun.func if isinstance(fun, functools.partial) else fun
-    if not (inspect.isroutine(target) or hasattr(target, "__wrapped__")):
-        target = type(target).__call__
-    written: Any = unwrapped(target)
-    if not (hints := getattr(target, "__annotations__", {})):
-        return {}, {}
-    names = {**_enclosing_names(written), **getattr(written, "__globals__", {})}
-    return hints, {**names, **_type_parameters(written)}
-
-
-def _type_parameters(generic: Any) -> dict[str, Any]:
-    return {parameter.__name__: parameter for parameter in getattr(generic, "__type_params__", ())}
-
-
-def _enclosing_names(fun: Any) -> dict[str, Any]:
-    """Collect the local names of the functions that enclose ``fun``.
-
-    Python keeps those that the body of ``fun`` uses. While a decorator is applied, the others are
-    still in the frame of each enclosing function or class body. These frames are searched so that a
-    kernel defined inside a function can annotate with a local class under ``from __future__ import
-    annotations``.
-    """
-    code = getattr(fun, "__code__", None)
-    names: dict[str, Any] = {}
-    cells = getattr(fun, "__closure__", None) or ()
-    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=False):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            names[name] = cell.cell_contents
-    frame = inspect.currentframe()
-    while frame is not None and code is not None:
-        if code in frame.f_code.co_consts:
-            names = {**frame.f_locals, **names}
-            code = frame.f_code
-        frame = frame.f_back
-    return names
-
-
-def _alias_of(hint: Any) -> Any:
-    """Return the ``type X = ...`` statement that a hint names, or None.
-
-    The name of its class tells, because `typing_extensions` has a class of its own. Accessing the
-    value would evaluate the statement, which may fail.
-    """
-    alias = typing.get_origin(hint) or hint
-    return alias if type(alias).__name__ == "TypeAliasType" else None
-
-
-def _value_of(alias: Any) -> Any:
-    """Evaluate a ``type X = ...`` statement.
-
-    Raises
-    ------
-    _UnresolvedError
-        If it cannot be evaluated.
-    """
-    try:
-        return alias.__value__
-    except Exception as error:
-        raise _UnresolvedError(f"the type {alias.__name__} cannot be resolved ({error})") from None
-
-
-def _field_hints(cls: Any, names: Names) -> dict[str, tuple[Any, Names]]:
-    """Return the annotation of each field of a class, and what its names mean."""
-    hints: dict[str, tuple[Any, Names]] = {}
-    for base in reversed(cls.__mro__):
-        if annotations := inspect.get_annotations(base):
-            module = getattr(sys.modules.get(base.__module__), "__dict__", {})
-            scope = {**names, **module, **_type_parameters(base), **vars(base)}
-            hints.update({name: (hint, scope) for name, hint in annotations.items()})
+def _class(cls: type, seen: Seen) -> ByKey | None:
+    """Read a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
+    if cls in seen:
+        return seen[cls]
+    ranks: dict[str, Any] = {}
+    is_dict = typing.is_typeddict(cls)
+    node = ByKey(dict if is_dict else cls, ranks, _fields_of_subclass)
+    hints = _hints(cls, cls.__name__)
     fields = getattr(cls, "_fields", hints)
     if dataclasses.is_dataclass(cls):
         fields = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static", False)]
-    return {name: hints[name] for name in fields if name in hints}
-
-
-def _resolved(hint: Any, names: Names) -> Any:
-    """Evaluate an annotation that is a string or a forward reference, as Python would.
-
-    Wrappers without meaning for shapes are stripped: ``Annotated``, ``NewType``, ``Final``.
-    ``Annotated[..., SplitKey]`` and ``Annotated[..., Mask("n")]`` stay.
-
-    Raises
-    ------
-    _UnresolvedError
-        If it cannot be evaluated.
-    """
-    while isinstance(hint, (str, typing.ForwardRef)):
-        text = hint if isinstance(hint, str) else hint.__forward_arg__
+    fields = [name for name in fields if name in hints]
+    for name in fields:
         try:
-            hint = eval(text, names)
-        except Exception as error:
-            raise _UnresolvedError(f"{text!r} cannot be resolved ({error})") from None
-    while not (marked(hint) or mask_in(hint)):
-        if typing.get_origin(hint) in _QUALIFIERS:
-            hint = typing.get_args(hint)[0]
-        elif isinstance(hint, typing.NewType):
-            hint = hint.__supertype__
-        else:
-            break
-    return hint
+            rank = _rank(hints[name], {**seen, cls: node})
+        except (NameError, ValueError) as error:
+            raise type(error)(f"{cls.__name__}.{name}: {error}") from None
+        if rank is not None:
+            ranks[f"['{name}']" if is_dict else f".{name}"] = rank
+    _check_variadics(cls.__name__, {name: hints[name] for name in fields})
+    return node if any(rank is not None for rank in entries(node)) else None
 
 
-def mask_in(hint: Any) -> Mask | None:
-    """Return the `Mask` in ``Annotated[..., Mask("n")]``."""
-    if typing.get_origin(hint) is not typing.Annotated:
-        return None
-    return next((entry for entry in hint.__metadata__ if isinstance(entry, Mask)), None)
+def _has_fields(cls: Any) -> bool:
+    is_record = dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, "_fields")
+    return is_record and isinstance(cls, type)
 
 
-READERS.append((annotated_ranks, silent_parameters))
+def _fields_of_subclass(cls: type) -> dict[str, Any]:
+    """Read a subclass that was passed for the annotated class; it may have more fields."""
+    tree = _rank(cls, {})
+    return {} if tree is None else dict(tree.entries)
+
+
+def _check_variadics(cls: str, hints: dict[str, Any]) -> None:
+    """Refuse a variadic that only ever stands alone in the fields of a class.
+
+    On a parameter, ``"*batch"`` is a number for each item. A class describes one value of itself:
+    in one with ``"*batch"`` and ``"*batch 3"`` the variadic is the batch, but a lone ``"*shape"``
+    could also be an array of any rank, which would be torn into its components as a number.
+    """
+    arrays = [
+        (name, *part.dim_str.split())
+        for name, hint in hints.items()
+        for part in _parts(hint)
+        if _is_subclass(part, jaxtyping.AbstractArray)
+        if part.dim_str.lstrip("#").startswith("*")
+    ]
+    batch = {first.lstrip("#*") for _, first, *core in arrays if core}
+    for name, first, *_ in arrays:
+        if first.lstrip("#*") not in batch:
+            raise ValueError(
+                f"{cls}.{name}: {first!r} alone could be the batch axes of a number, or an array "
+                "of any rank; write '' for a number and '...' to leave it untouched, or give the "
+                "parameter a rank explicitly"
+            )
+
+
+def _is_subclass(hint: Any, classes: type | tuple[type, ...]) -> bool:
+    return isinstance(hint, type) and issubclass(hint, classes)

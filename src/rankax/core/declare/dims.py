@@ -18,10 +18,6 @@ from typing import Any
 _FUNCTIONS = {"abs": abs, "int": int, "max": max, "min": min, "round": round}
 
 
-class UnreadableError(ValueError):
-    """Dimensions cannot be read, or an annotation does not determine a rank."""
-
-
 @dataclasses.dataclass(frozen=True)
 class NoSize:
     """The reason why an expression of dimensions has no value for the sizes of one call."""
@@ -102,7 +98,7 @@ def parse_dims(text: str) -> Rank | None:
 
     Raises
     ------
-    UnreadableError
+    ValueError
         If a word is not a dimension, or a variadic does not come first.
     """
     words = text.split()
@@ -111,7 +107,7 @@ def parse_dims(text: str) -> Rank | None:
     if words and _is_variadic(words[0]):
         words = words[1:]
     if any(_is_variadic(word) for word in words):
-        raise UnreadableError(
+        raise ValueError(
             f"the dimensions {text!r} have a variadic that is not the first word; batch axes lead, "
             f"so write it first and name the core dimensions after it, as in '*batch n 3'"
         )
@@ -136,14 +132,14 @@ def _parse_dim(word: str, text: str) -> Dim:
         return Dim(word) if "?" in marks else Dim(word, name=bare, stretches=stretches)
     unreadable = f"the dimensions {text!r} cannot be read at {word!r}:"
     if ("," in bare and "(" not in bare) or not bare:
-        raise UnreadableError(f"{unreadable} separate names and sizes with spaces, as in 'n 3'")
+        raise ValueError(f"{unreadable} separate names and sizes with spaces, as in 'n 3'")
     expression = bare.split("=", 1)[1] if re.match(r"[A-Za-z_]\w*=[^=]", bare) else bare
     if re.fullmatch(r"-\d+", expression):
-        raise UnreadableError(f"{unreadable} a size must not be negative")
+        raise ValueError(f"{unreadable} a size must not be negative")
     try:
         ast.parse(expression.replace("{", "(").replace("}", ")"), mode="eval")
     except SyntaxError:
-        raise UnreadableError(
+        raise ValueError(
             f"{unreadable} a dimension is a name, a size, '_', or an expression of names without "
             "spaces such as 'n+1'"
         ) from None

@@ -38,11 +38,12 @@ from rankax.core.base.trees import (
     spread_prefix,
     subtrees_with_entries,
 )
-from rankax.core.declare.dims import Dim, Rank, UnreadableError, parse_dims
+from rankax.core.declare.dims import Dim, Rank, parse_dims
 from rankax.core.declare.mask import Mask, mask_rank
 from rankax.core.declare.split_key import SplitKey, key_rank
 
 Parameter = inspect.Parameter
+_MANY = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
 
@@ -100,37 +101,40 @@ def bind_ranks(
     several = {name: tuple(by_key.values()) for name, by_key in bound.items.items()}
     given = {name: (rank, "by position") for name, rank in {**bound.whole, **several}.items()}
     many = next((p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD), None)
-    by_name = [(name, rank, "by name") for name, rank in named.items()]
-    in_ranks = [(name, rank, "in ranks") for name, rank in by_parameter.items()]
-    for name, rank, origin in by_name + in_ranks:
-        if name in given:
-            first, before = given[name]
-            raise TypeError(
-                f"{site}: parameter {name!r} has two ranks, {first!r} {before} and {rank!r} "
-                f"{origin}"
-            )
-        given[name] = rank, origin
-        if name in parameters:
-            bound.whole[name] = rank
-        elif many is not None:
-            if name in named:
-                _refuse_option(name, many, known_options, site)
-            bound.items.setdefault(many, {})[f"[{name!r}]"] = rank
-        else:
-            hint = _hint(name, list(parameters), known_options)
-            raise TypeError(f"{site}: the kernel has no parameter {name!r}; {hint}")
+    for ranks_by_name, origin in ((named, "by name"), (by_parameter, "in ranks")):
+        for name, rank in ranks_by_name.items():
+            if name in given:
+                first, before = given[name]
+                raise TypeError(
+                    f"{site}: parameter {name!r} has two ranks, {first!r} {before} and {rank!r} "
+                    f"{origin}"
+                )
+            given[name] = rank, origin
+            if name in parameters:
+                bound.whole[name] = rank
+            elif many is None:
+                hint = _hint(name, parameters, known_options)
+                raise TypeError(f"{site}: the kernel has no parameter {name!r}; {hint}")
+            elif origin == "by name" and _is_like_an_option(name, known_options):
+                # Misspelled, it would become the rank of an item that no call passes.
+                raise TypeError(
+                    f"{site}: {name!r} would be the rank of an item of **{many}; "
+                    f"{_hint(name, (), known_options)} (for an item of that name, write "
+                    f"ranks={{{name!r}: ...}})"
+                )
+            else:
+                bound.items.setdefault(many, {})[f"[{name!r}]"] = rank
     return bound
 
 
-def checked_ranks(value: Any, signature: inspect.Signature, site: str) -> Mapping[str, Any]:
+def checked_ranks(value: Any, site: str) -> Mapping[str, Any]:
     """Return what ``ranks=`` maps; refuse anything but names of parameters and their ranks."""
     if value is None:
         return {}
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return value
-    name = "ranks" if "ranks" in signature.parameters else "x"
     raise TypeError(
-        f"{site}: ranks must map names of parameters to ranks, as in ranks={{{name!r}: 0}}, got "
+        f"{site}: ranks must map names of parameters to ranks, as in ranks={{'x': 0}}, got "
         f"{type(value).__name__} {value!r}"
     )
 
@@ -151,7 +155,7 @@ SYNONYMS = {  # in JAX and NumPy
 }
 
 
-def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> str:
+def _hint(name: str, parameters: Collection[str], known_options: Collection[str]) -> str:
     """Return a hint for a name that is neither a parameter nor an option."""
     known = [*parameters, "ranks", *known_options, *SYNONYMS]
     close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
@@ -162,16 +166,9 @@ def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> s
     return SYNONYMS.get(close) or f"did you mean the option {close!r}?"
 
 
-def _refuse_option(name: str, many: str, known_options: Collection[str], site: str) -> None:
-    """Refuse a misspelled option, which would become the rank of an item that no call passes."""
-    close = difflib.get_close_matches(name, known_options, n=1, cutoff=0.7)
-    hint = f"did you mean the option {close[0]!r}?" if close else None
-    hint = SYNONYMS.get(name, hint)
-    if hint is not None:
-        raise TypeError(
-            f"{site}: {name!r} would be the rank of an item of **{many}; {hint} (for an item of "
-            f"that name, write ranks={{{name!r}: ...}})"
-        )
+def _is_like_an_option(name: str, known_options: Collection[str]) -> bool:
+    close = difflib.get_close_matches(name, known_options, cutoff=0.7)
+    return name in SYNONYMS or bool(close)
 
 
 # Gufunc signatures.
@@ -247,11 +244,6 @@ class Declaration:
     written: inspect.Signature | None = None
 
 
-#: Read ranks otherwise, and name the parameters that have nothing to do with arrays:
-#: ``(fun, skip, signature, site) -> ranks by parameter`` and ``(fun, names) -> names``.
-READERS: list[tuple[Callable[..., dict[str, Any]], Callable[..., Collection[str]]]] = []
-
-
 @dataclasses.dataclass(frozen=True)
 class Unpacked:
     """The rank tree of ``*args`` or ``**kwargs`` as a whole: ``**kwargs: Unpack[Options]``."""
@@ -266,6 +258,7 @@ def declare(
     ranks: Any,
     options: Mapping[str, Any],
     known_options: Collection[str],
+    annotated_ranks: Callable[..., tuple[dict[str, Any], Collection[str]]],
 ) -> Declaration:
     """Reduce all declared ranks of ``fun`` to the normal form.
 
@@ -280,6 +273,8 @@ def declare(
         The options passed by name; a parameter may have the same name.
     known_options : collection of str
         The names of all options, to recognize misspelled ones.
+    annotated_ranks : callable
+        What reads the annotations: `rankax.ext.annotations.annotated_ranks`.
     """
     site = f"auto_vmap({function_name(fun)})"
     try:
@@ -289,17 +284,15 @@ def declare(
             f"{site}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
             "be bound to them; wrap it in a function that names its own"
         ) from None
-    by_parameter = checked_ranks(ranks, signature, site)
+    by_parameter = checked_ranks(ranks, site)
     bound = _bound(positional, named, by_parameter, signature, site, known_options)
     explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
     overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
     # The annotations of a kernel that takes a batch itself describe the batch.
     takes_batch = options.get("batched") is True
-    annotated: dict[str, Any] = {}
-    is_bare = inspect.isfunction(fun) and not fun.__annotations__
-    readers = [] if is_bare else READERS
-    for annotated_ranks, _ in () if takes_batch else readers:
-        annotated |= annotated_ranks(fun, overridden, signature, site)
+    annotated, silent = {}, ()
+    if not takes_batch and getattr(fun, "__annotations__", True):
+        annotated, silent = annotated_ranks(fun, overridden, signature, site)
     for name, by_key in bound.items.items():
         items = {key: _normal(rank, f"{site}: {name}{key}") for key, rank in by_key.items()}
         rest = explicit.get(name, annotated.get(name))
@@ -326,12 +319,11 @@ def declare(
         raise TypeError(f"{site}: no rank is declared; give ranks, as in auto_vmap(0, 1), {other}")
     # With any explicit rank, a missing one is taken as deliberate.
     implicit = all(rank is None for rank in explicit.values())
-    unranked = [name for name, tree in trees.items() if tree is None and name not in explicit]
     declaration = Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
         bound.outputs if bound.outputs is not None else annotated.get("return"),
-        frozenset(name for _, silent in readers for name in silent(fun, unranked) if implicit),
+        frozenset(name for name in silent if implicit and name not in explicit),
     )
     return _without_masks(declaration, site)
 
@@ -358,17 +350,18 @@ def _bound(
 
 def _without_masks(declaration: Declaration, site: str) -> Declaration:
     """Take the parameters of rank `Mask` out of what callers pass."""
+    parameters = declaration.signature.parameters
     masks: dict[str, str] = {}
     for name, tree in declaration.ranks.items():
-        found = [rank for rank in entries(tree) if isinstance(rank, Rank) and rank.is_mask]
-        if not found:
-            continue
-        kind = declaration.signature.parameters[name].kind
-        if tree is not found[0] or kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-            raise TypeError(
-                f"{site}: {name}: Mask is the rank of a whole parameter, which callers do not pass"
-            )
-        masks[name] = str(found[0].dims[0].text) if found[0].dims else ""
+        for mask in entries(tree):
+            if mask is None or not mask.is_mask:
+                continue
+            if tree is not mask or parameters[name].kind in _MANY:
+                raise TypeError(
+                    f"{site}: {name}: Mask is the rank of a whole parameter, which callers do not "
+                    "pass"
+                )
+            masks[name] = mask.dims[0].text
     if not masks:
         return declaration
     ranks = {name: tree for name, tree in declaration.ranks.items() if name not in masks}
@@ -379,10 +372,8 @@ def _without_masks(declaration: Declaration, site: str) -> Declaration:
                 f"{site}: {name} is the mask of {dim!r}, but no parameter has {dim!r} as its first "
                 f'core dimension, as in x="{dim} 3"'
             )
-    parameters = declaration.signature.parameters
-    signature = declaration.signature.replace(
-        parameters=[parameter for name, parameter in parameters.items() if name not in masks]
-    )
+    passed = [parameter for name, parameter in parameters.items() if name not in masks]
+    signature = declaration.signature.replace(parameters=passed)
     changed = {"signature": signature, "written": declaration.signature}
     return dataclasses.replace(declaration, ranks=ranks, masks=masks, **changed)
 
@@ -407,7 +398,7 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     """Return the rank tree of the one container that ``*args`` or ``**kwargs`` arrive in."""
     if isinstance(tree, Unpacked):
         return tree.tree
-    many = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    many = parameter.kind in _MANY
     return Items({}, tree) if many and not (_is_rank(tree) or isinstance(tree, Items)) else tree
 
 
@@ -438,7 +429,7 @@ def _dims(text: str, site: str) -> Rank | None:
         )
     try:
         return parse_dims(text)
-    except UnreadableError as error:
+    except ValueError as error:
         raise ValueError(f"{site}: {error}") from None
 
 
@@ -532,8 +523,6 @@ def _ranks_of(item: Any, name: str) -> Any:
 
 
 def _rank_of(leaf: Any) -> int | None:
-    if isinstance(leaf, (int, float, complex)):
-        return 0
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-        return len(leaf.shape)
-    return jnp.ndim(leaf) if hasattr(leaf, "__jax_array__") else None
+    arrays: Any = (int, float, complex, np.generic, np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+    is_array = isinstance(leaf, arrays) or hasattr(leaf, "__jax_array__")
+    return jnp.ndim(leaf) if is_array else None

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import typing
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rankax.core.declare.dims import Rank
 
@@ -74,10 +73,3 @@ class SplitKey:
 def key_rank() -> Rank:
     """Return the normal form of `SplitKey`."""
     return Rank(0, (), is_key=True, is_split=True)
-
-
-def marked(hint: Any) -> bool:
-    """Return whether a type is ``Annotated[..., SplitKey]``."""
-    if typing.get_origin(hint) is not typing.Annotated:
-        return False
-    return any(entry is SplitKey for entry in hint.__metadata__)

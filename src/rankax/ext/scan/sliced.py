@@ -15,7 +15,8 @@ from rankax.core.base.arrays import has_tangent, index_dtype, scalar, zeros_of
 from rankax.core.base.messages import check_bool, function_location
 from rankax.core.loop.loop import widen, write_chunk
 from rankax.core.plan.schedule import Chunks, Level
-from rankax.core.reduce.run import Reductions, read_reductions, trace_reduced
+from rankax.core.reduce.run import Reductions, trace_reduced
+from rankax.ext.reductions.read import read_reductions
 from rankax.ext.runs import RunStates, reduce_row
 from rankax.ext.scan.checkpointed import scan_checkpointed
 from rankax.ext.scan.loops import Loop, kept_steps, run_scan, scan_call
