@@ -47,6 +47,7 @@ from rankax.core.declare.ranks import declare
 from rankax.core.declare.split_key import SplitKey
 from rankax.core.hooks import METHODS
 from rankax.core.options import DEFAULTS, Options, check_together, checked_options
+from rankax.ext.blocks.call import call_on_blocks
 
 if TYPE_CHECKING:  # the types of what extensions return
     from rankax.ext.check.call import CheckReport, NonFinite
@@ -94,7 +95,7 @@ class Kernel(Generic[P, R]):
         spec = kernel.spec
         call = bind(spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
         if call.is_foreign:
-            return METHODS["foreign"](kernel, call, spec.options())
+            return call_on_blocks(kernel, call, spec.options())
         return kernel.run_bound(call)
 
     def run_bound(self, call: BoundKernel) -> Any:

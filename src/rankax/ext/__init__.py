@@ -5,7 +5,6 @@
 import rankax.ext.annotations
 import rankax.ext.batched
 import rankax.ext.blocks.arrays
-import rankax.ext.blocks.call
 import rankax.ext.bucket
 import rankax.ext.check.ragged
 import rankax.ext.cpu_math

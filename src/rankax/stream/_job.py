@@ -146,7 +146,7 @@ def cut(stage: Stage, limit: int, site: str) -> Cuts:
     cuts = Cuts(stage, tuple(max(1, n) for n in stage.shape))
     least = 1 if stage.reads_states else _LEAST
     reduced = [axis for axis in stage.reduced if stage.shape[axis] > 1]
-    fixed = reduced[1:] if any(each.is_ordered for each in stage.fun.reductions) else []
+    fixed = reduced[1:] if reduced and stage.program.setup.reductions.are_ordered else []
     while (held := cuts.sizes()[2]) > limit // 2 or math.prod(cuts.grid) < least:
         axes = [axis for axis, n in enumerate(cuts.block) if n > 1 and axis not in fixed]
         if not axes:
@@ -233,23 +233,18 @@ def _merged(states: Any, stage: Any, region: tuple[slice, ...]) -> Any:
 
     In pairs, rounding errors of a sum do not add up.
     """
-    merged: list[Any] = []  # of ever fewer blocks, a power of 2 each
+    places = [*itertools.product(*(range(states.shape[axis]) for axis in stage.reduced))]
 
-    def merge_last() -> None:
-        last = merged.pop()
-        merged[-1] = stage.merge(np.stack([merged[-1], last]), axis=(0,), keepdims=False)
-
-    places = itertools.product(*(range(states.shape[axis]) for axis in stage.reduced))
-    for number, place in enumerate(places):
+    def merged(start: int, stop: int) -> Any:
+        if stop - start > 1:
+            half = start + (1 << (stop - start - 1).bit_length() - 1)  # a power of 2 comes first
+            return stage.merge(merged(start, half), merged(half, stop))
         index: list[Any] = [*region]
-        for axis, i in zip(stage.reduced, place, strict=True):
+        for axis, i in zip(stage.reduced, places[start], strict=True):
             index.insert(axis, i)
-        merged.append(states[*index])
-        for _ in range((~number & (number + 1)).bit_length() - 1):  # how many pairs it completes
-            merge_last()
-    while len(merged) > 1:
-        merge_last()
-    return stage.merge(np.stack(merged), axis=(0,), keepdims=False)
+        return states[*index]
+
+    return merged(0, len(places))
 
 
 def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
@@ -395,13 +390,13 @@ def _name(tree: Any, name: str, site: str) -> None:
 
 
 def _programs(stage: Stage) -> list[str]:
-    """Return digests of the programs of a stage."""
-    of_states = stage.reads_states
-    blocks = stage.fun.program.items if of_states else small_blocks(stage.inputs)
-    digests = [stage.fun.digest(blocks)]
-    if stage.merge is not None:
-        digests.append(stage.merge.digest(stage.merge.program.items * 2))
-    return digests
+    """Return digests of the programs of a stage, and of the one that merged what it reads."""
+    blocks = small_blocks(stage.inputs)
+    merges = [array.stage.merge for array, *_ in stage.inputs if array.stage is not None]
+    return [
+        stage.program.digest(*stage.numbers, *blocks),
+        *(merge.digest(*blocks, *blocks) for merge in merges),
+    ]
 
 
 def _about(value: Any) -> str:

@@ -7,6 +7,7 @@ and the programs that merge states are those of dense arrays. A block is read as
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 
 from rankax.core.call.bind import BoundKernel, rebind
 from rankax.ext.blocks.on_streamed import Stage, Streamed
-from rankax.ext.blocks.programs import OnBlocks
+from rankax.ext.blocks.programs import kept, outputs
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.call import RaggedCall, dense_shell
 from rankax.ext.ragged.results import check_declared_outputs, check_one_axis
@@ -42,9 +43,9 @@ def share_shapes(ragged: RaggedCall, stage: Stage, blocks: Sequence[tuple[int, i
     """Let the blocks of a stage share shapes, and so programs; see `Shared`."""
     if not blocks:  # as where no item has a row
         return
-    program = stage.fun.program
-    setup = dataclasses.replace(program.setup, shared=Shared.of(ragged.lengths, blocks))
-    stage.fun = OnBlocks.of(dataclasses.replace(program, setup=setup), stage.fun.numbers)
+    shared = Shared.of(ragged.lengths, blocks)
+    setup = dataclasses.replace(stage.program.setup, shared=shared)
+    stage.program = kept(dataclasses.replace(stage.program, setup=setup))
 
 
 def with_rows(ragged: RaggedCall, tree: Any) -> Any:
@@ -57,8 +58,9 @@ def with_rows(ragged: RaggedCall, tree: Any) -> Any:
     for dim in {*dims} if any(dim is not None for dim in dims) else ():
         own = [i for i, x in enumerate(dims) if x == dim]
         whole: Stage = arrays[own[0]].stage
-        program = dataclasses.replace(whole.fun.program, only=tuple(own))
-        stage = Stage(OnBlocks.of(program, whole.fun.numbers), whole.inputs, whole.shape)
+        step = functools.partial(outputs, only=tuple(own))
+        program = kept(dataclasses.replace(whole.program, step=step))
+        stage = Stage(program, whole.numbers, whole.inputs, whole.shape)
         if dim is not None:
             check_one_axis(ragged, arrays[own[0]].path, dim)
             stage.rows = ragged.lengths[:, dim]

@@ -20,7 +20,6 @@ import zarr
 from filelock import Timeout
 
 from rankax.core.base.messages import check_bool, first_of
-from rankax.core.hooks import METHODS
 from rankax.ext.blocks.on_streamed import Stage
 from rankax.ext.blocks.programs import unpacked
 from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show
@@ -201,11 +200,11 @@ def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -
 
 def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[Any]) -> Any:
     """Return the outputs of a block; refuse NaN among them in the name of ``no_nan``."""
-    outs = stage.fun(*inputs)
+    outs = stage.program(*stage.numbers, *inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     outs = [stage.part(block.region, out) for out in outs]
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
-        parts = [out] if stage.merge is None else unpacked(stage.merge.program.items, out)
+        parts = [out] if stage.merge is None else unpacked(stage.program.returns, out)
         if any(np.isnan(part).any() for part in parts):
             raise FloatingPointError(f"{no_nan}: {_items(stage, block, inputs, array.path, out)}")
     return outs
@@ -221,8 +220,7 @@ def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: An
             indices = np.unique(stage.items(indices + begins, 0)[0])[:, None]
             begins, count = [0], len(indices)
     else:
-        called = stage.fun.called(inputs)
-        found = METHODS["nonfinite"](*called, 10, gradient=False)
+        found = stage.program.nonfinite(*stage.numbers, *inputs)
         what, indices, count = "what is reduced is not finite", found.indices, found.count
     named = [str(tuple(index)) for index in (indices[:10] + begins).tolist()]
     # Finite items may become NaN, such as the product of a number that overflows and 0.

@@ -26,57 +26,56 @@ import numpy as np
 from rankax.core.base.messages import listed, plural, traced_as
 from rankax.core.base.trees import leaves_with_names
 from rankax.core.call.bind import BoundKernel, is_array, is_number
-from rankax.core.hooks import METHODS
 from rankax.core.options import DEFAULTS, Options
 from rankax.core.plan.schedule import Plan
-from rankax.core.reduce.run import Reductions, trace_reduced
+from rankax.core.reduce.run import trace_reduced
 from rankax.ext.blocks import programs
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
-from rankax.ext.blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
+from rankax.ext.blocks.backend import Batch, BatchChunks, Input, small_blocks
 from rankax.ext.runs import RunStates
+
+# Options that blocks cannot have, and why.
+_REFUSED = {
+    "progress": "cannot be reported from blocks, which are evaluated elsewhere; use the progress "
+    "bar or the dashboard of the scheduler",
+    "batch_shape": "has no chunks, by which {evaluator} would evaluate it; pass a {package} array "
+    "that has these axes",
+    "bucket": "pads the arrays of a call, but {package} evaluates each block at its own length; "
+    "give the chunks only a few lengths",
+}
 
 
 def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
-    kernel = call.kernel
-    site = f"{kernel.name}()"
+    site = call.site
     package, leaves = _checked_leaves(call)
     evaluator = "rankax.stream" if package == "streamed" else package
-    refused = {
-        "progress": "cannot be reported from blocks, which are evaluated elsewhere; use the "
-        "progress bar or the dashboard of the scheduler",
-        "batch_shape": f"has no chunks, by which {evaluator} would evaluate it; pass a {package} "
-        "array that has these axes",
-        "bucket": f"pads the arrays of a call, but {package} evaluates each block at its own "
-        "length; give the chunks only a few lengths",
-    }
-    for name, why in refused.items():
+    for name, why in _REFUSED.items():
         if (value := getattr(options, name)) != DEFAULTS[name]:
             raise TypeError(
-                f"{site}: {name}={value!r} {why}, and "
-                f"{kernel.name}.with_options({name}={DEFAULTS[name]})"
+                f"{site}: {name}={value!r} {why.format(evaluator=evaluator, package=package)}, and "
+                f"{call.name}.with_options({name}={DEFAULTS[name]})"
             )
     call = dataclasses.replace(call, leaves=leaves)
-    nesting = call.plan(options)
-    plan = nesting.plan
-    if nesting.splits:
-        path = call.structure.paths[nesting.splits[0].position]
+    plan = call.plan(options)
+    if plan.splits:
+        path = call.paths[plan.splits[0].position]
         raise TypeError(
             f"{site}: {path} has the rank SplitKey, but {evaluator} evaluates block by block, and "
             "each block would count its items from 0 and draw the same numbers; pass a key for "
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )
+    backend: Any = importlib.import_module(f"rankax.ext.blocks.on_{package}")
     inputs = [
-        (planned, *_as_input(call.leaves[place], place, planned.core_shape))
+        (planned, *_as_input(leaves[place], place, planned.core_shape))
         for planned, place in zip(plan.leaves, call.ranked, strict=True)
     ]
-    backend: Backend = importlib.import_module(f"rankax.ext.blocks.on_{package}").BACKEND
     lazy = [(planned, value) for planned, _, value in inputs if blocks_of(value)]
-    chunks = _batch_chunks(plan, lazy, site, None if backend.can_rechunk else package)
+    chunks = _batch_chunks(plan, lazy, site, None if backend.CAN_RECHUNK else package)
     # Numbers first. Of the arrays, those with core axes: cubed 0.27 unwraps blocks along axes that
     # the output lacks only if the first array has such axes.
     inputs.sort(key=lambda each: (not is_number(each[2]), not each[1].item.shape))
-    ranks = zip(call.leaves, call.structure.ranks, strict=True)
+    ranks = zip(leaves, call.structure.ranks, strict=True)
     setup = programs.Setup(
         mapped,
         options.replace(reduce=None, reduce_axis=None, jit=False),
@@ -87,12 +86,16 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         tuple(leaf for _, leaf, _ in inputs),
     )
     numbers = [value for _, _, value in inputs if is_number(value)]
-    arrays = [
-        _input(backend, chunks, planned, leaf.item, value, like=lazy[0][1])
-        for planned, leaf, value in inputs[len(numbers) :]
-    ]
-    on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, site)
-    return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.maps()
+    arrays: list[Input] = []
+    for planned, leaf, value in inputs[len(numbers) :]:
+        axes = tuple(range(len(chunks) - len(planned.batch_axes), len(chunks)))
+        cuts = [
+            chunks[axis] if size == sum(chunks[axis]) else (size,)  # an axis of length 1 broadcasts
+            for size, axis in zip(planned.batch_axes, axes, strict=True)
+        ]
+        cuts += [(size,) for size in leaf.item.shape]
+        arrays.append(Input(backend.cut(value, tuple(cuts), lazy[0][1]), axes, leaf.item))
+    return _evaluated(backend, setup, plan, Batch(numbers, arrays, chunks), site)
 
 
 def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
@@ -225,114 +228,86 @@ def _batch_chunks(
     return tuple(chunks)
 
 
-def _input(
-    backend: Backend, chunks: BatchChunks, leaf: Any, item: Any, value: Any, *, like: Any
-) -> Input:
-    axes = tuple(range(len(chunks) - len(leaf.batch_axes), len(chunks)))
-    cuts = [
-        chunks[axis] if size == sum(chunks[axis]) else (size,)  # an axis of length 1 is broadcast
-        for size, axis in zip(leaf.batch_axes, axes, strict=True)
-    ]
-    core = [(size,) for size in item.shape]
-    return Input(backend.cut(value, (*cuts, *core), like), axes, item)
+def _evaluated(backend: Any, setup: programs.Setup, plan: Plan, batch: Batch, site: str) -> Any:
+    """Return the outputs of a call that has been checked."""
+    out = jax.eval_shape(setup.on_item, *(leaf.item for leaf in setup.inputs))
+    for path, leaf in leaves_with_names(out, "output"):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"{site}: {path} is a PRNG key, which no array in blocks can hold; "
+                "return jax.random.key_data of it"
+            )
+    items, treedef = jax.tree.flatten(out)
 
-
-@dataclasses.dataclass(frozen=True)
-class _BlockCall:
-    """A call that has been checked, and its arrays as inputs of the backend."""
-
-    setup: programs.Setup
-    plan: Plan
-    backend: Backend
-    batch: Batch
-    numbers: list[Any]
-    site: str  # how an error message begins
-
-    def maps(self) -> Any:
-        """Return the outputs of all items."""
-        outs, treedef = jax.tree.flatten(self.outputs_of_item())
-        return treedef.unflatten(self.map(outs, tuple(range(len(outs)))))
-
-    def outputs_of_item(self) -> Any:
-        """Return what the kernel returns for one item, as shapes and dtypes."""
-        out = jax.eval_shape(self.setup.on_item, *(leaf.item for leaf in self.setup.inputs))
-        for path, leaf in leaves_with_names(out, "output"):
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                raise TypeError(
-                    f"{self.site}: {path} is a PRNG key, which no array in blocks can hold; "
-                    "return jax.random.key_data of it"
-                )
-        return out
-
-    def map(self, outs: Sequence[Any], only: tuple[int, ...]) -> list[Any]:
-        """Return some of the outputs of all items."""
+    def outputs(only: Sequence[int]) -> list[Any]:
         if not only:
             return []
-        fun = programs.OnBlocks.of(programs.MapBlock(self.setup, only), self.numbers)
-        return self.backend.map(fun, self.batch, [outs[i] for i in only])
+        step = functools.partial(programs.outputs, only=tuple(only))
+        program = programs.kept(programs.Program(setup, step))
+        return backend.map_blocks(program, batch, [items[i] for i in only])
 
-    def reduced(self, reductions: Reductions) -> Any:
-        """Return the reduced outputs: states of blocks, merged in a tree, and the result of these.
-
-        A reduction whose merge does not commute needs the blocks in the order of the items. Of
-        equal items, the one with the smaller index wins, because the items of one block may come
-        between those of another.
-        """
-        axes = self.plan.reduced
-        self._check_order(reductions, axes)
-        out = self.outputs_of_item()
-        sizes = tuple(self.plan.batch_shape[axis] for axis in axes)
-        on_item = traced_as(self.setup.mapped.spec.fun)(functools.partial(self.setup.on_counted))
-        items = [leaf.item for leaf in self.setup.inputs]
-        traced = trace_reduced(on_item, items, reductions, math.prod(sizes))
-        runs = RunStates(reductions, traced.outputs, sizes)
-
-        chunks, first = self.batch.chunks, self.batch.inputs[0].array
-        place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
-        positions = [Input(self.backend.positions(chunks[a], first), (a,), place) for a in axes]
-        batch = Batch([*self.batch.inputs, *positions], chunks)
-        block = programs.StateOfBlock(self.setup, axes, sizes, runs.outputs, None, ()).unbounded()
-        values = *items[: len(self.numbers)], *small_blocks(batch.inputs)
-        states, states_tree = jax.tree.flatten(jax.eval_shape(block.traced, *values))
-        kept = len(chunks) - len(axes)
-        leaves = tuple(jax.ShapeDtypeStruct(x.shape[kept:], x.dtype) for x in states)
-        results, treedef = jax.tree.flatten(
-            jax.eval_shape(lambda x: runs.finish(states_tree.unflatten(x)), leaves)
-        )
-
-        entries = enumerate(reductions.of_outputs(out))
-        kept = iter(
-            self.map(jax.tree.leaves(out), tuple(i for i, entry in entries if entry.is_kept))
-        )
-        both = zip(runs.outputs, reductions.entries, strict=True)
-        whole = [[next(kept) for _ in own.avals] if r.is_kept else [] for own, r in both]
-        if not results:
-            return runs.assemble(treedef.unflatten([]), whole)
-
-        fields = self.setup, axes, sizes, runs.outputs, states_tree, leaves
-        state = programs.OnBlocks.of(programs.StateOfBlock(*fields), self.numbers)
-        packed = self.backend.reduce(
-            state, programs.OnBlocks.of(programs.MergeStates(*fields)), batch, axes
-        )
-        chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
-        item = jax.ShapeDtypeStruct((programs.record(leaves).itemsize,), np.dtype(np.uint8))
-        merged = Input(packed, tuple(range(len(chunks))), item)
-        finish = programs.OnBlocks.of(programs.ResultOfStates(*fields))
-        values = self.backend.map(finish, Batch([merged], chunks), results)
-        return runs.assemble(treedef.unflatten(values), whole)
-
-    def _check_order(self, reductions: Reductions, axes: Sequence[int]) -> None:
-        """Refuse chunks along more than the first reduced axis if the order of items matters."""
-        if not reductions.are_ordered:
-            return
-        first = next((axis for axis in axes if self.plan.batch_shape[axis] > 1), None)
-        for axis in axes:
-            if len(chunks := self.batch.chunks[axis]) > 1 and axis != first:
-                raise ValueError(
-                    f"{self.site}: Fold merges items in order, so only the first of the reduced "
-                    f"axes can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
-                    "to one chunk"
-                )
+    if (reductions := setup.reductions) is None:
+        return treedef.unflatten(outputs(range(len(items))))
+    if reductions.are_ordered:
+        _check_order(plan, batch.chunks, site)
+    runs, values = _reduced(backend, setup, plan, batch)
+    entries = enumerate(reductions.of_outputs(out))
+    kept = iter(outputs([i for i, entry in entries if entry.is_kept]))
+    both = zip(runs.outputs, reductions.entries, strict=True)
+    return runs.assemble(
+        values, [[next(kept) for _ in own.avals] if r.is_kept else [] for own, r in both]
+    )
 
 
-METHODS["foreign"] = call_on_blocks
+def _reduced(
+    backend: Any, setup: programs.Setup, plan: Plan, batch: Batch
+) -> tuple[RunStates, Any]:
+    """Return the results of reductions: states of blocks, merged in a tree, and what these give.
+
+    A reduction whose merge does not commute needs the blocks in the order of the items. Of
+    equal items, the one with the smaller index wins, because the items of one block may come
+    between those of another.
+    """
+    axes, chunks = plan.reduced, batch.chunks
+    sizes = tuple(plan.batch_shape[axis] for axis in axes)
+    on_item = traced_as(setup.mapped.spec.fun)(functools.partial(setup.on_counted))
+    items = [leaf.item for leaf in setup.inputs]
+    traced = trace_reduced(on_item, items, setup.reductions, math.prod(sizes))
+    states = programs.States(axes, sizes, len(chunks) - len(axes), traced.outputs)
+    runs = states.runs(setup)
+
+    place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
+    first = batch.inputs[0].array
+    positions = [Input(backend.positions(chunks[a], first), (a,), place) for a in axes]
+    batch = batch._replace(inputs=[*batch.inputs, *positions])
+    small = *items[: len(batch.numbers)], *small_blocks(batch.inputs)
+    of_small, treedef = jax.tree.flatten(
+        jax.eval_shape(functools.partial(states.of_block, setup.unbounded), *small)
+    )
+    states = states._replace(treedef=treedef)
+    items = [jax.ShapeDtypeStruct(x.shape[len(chunks) :], x.dtype) for x in of_small]
+    of_row = functools.partial(states._replace(kept=0).result, setup)
+    results, treedef = jax.tree.flatten(jax.eval_shape(of_row, *items))
+    if not results:
+        return runs, treedef.unflatten([])
+
+    new = programs.Program
+    state = programs.kept(new(setup, states.of_block, returns=items))
+    merge = programs.kept(new(setup, states.merged, takes=items, returns=items))
+    finish = programs.kept(new(setup, states.result, takes=items))
+    merged = backend.reduce_blocks(state, merge, batch, axes)
+    chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
+    item = jax.ShapeDtypeStruct((programs.record(items).itemsize,), np.dtype(np.uint8))
+    whole = Batch((), [Input(merged, tuple(range(len(chunks))), item)], chunks)
+    return runs, treedef.unflatten(backend.map_blocks(finish, whole, results))
+
+
+def _check_order(plan: Plan, chunks: BatchChunks, site: str) -> None:
+    """Refuse chunks along more than the first reduced axis, where the order of items matters."""
+    cut = [axis for axis in plan.reduced if plan.batch_shape[axis] > 1][1:]
+    for axis in cut:
+        if len(chunks[axis]) > 1:
+            raise ValueError(
+                f"{site}: Fold merges items in order, so only the first of the reduced axes can be "
+                f"cut, but batch axis {axis} has chunks {chunks[axis]}; rechunk it to one chunk"
+            )

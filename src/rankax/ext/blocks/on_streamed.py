@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from rankax.core.plan.schedule import Shape
-from rankax.ext.blocks.arrays import OwnBlocks
 from rankax.ext.blocks.backend import Batch, BatchChunks, Input
-from rankax.ext.blocks.programs import Items, OnBlocks, record
+from rankax.ext.blocks.programs import Items, Program, record
 
 STATES = "_rankax/states"  # the array of a store that is not a result
 
@@ -29,28 +28,30 @@ class Stage:
 
     Attributes
     ----------
-    fun : callable
-        Takes one block of each input. Returns one array, or a tuple of several.
+    program : Program
+        Takes the numbers and one block of each input. Returns one array, or a tuple of several.
+    numbers : sequence
     inputs : sequence of Input
     shape : tuple of int
         That of the batch.
     outputs : list of Streamed
         What it writes. States have no axes of the batch but those that are kept.
     reduced : tuple of int
-        The axes of the batch of which ``fun`` returns the states.
-    merge : callable or None
+        The axes of the batch of which the program returns the states.
+    merge : Program or None
         Merges these states.
     rows : array of int or None
         Blocks may be of the rows of ragged items instead, of which these are the lengths; ``shape``
         is then the number of all rows.
     """
 
-    fun: OnBlocks
+    program: Program
+    numbers: Sequence[Any]
     inputs: Sequence[Input]
     shape: Shape
     outputs: list[Streamed] = dataclasses.field(default_factory=list)
-    reduced: tuple[int, ...] = ()
-    merge: OnBlocks | None = None
+    reduced: Shape = ()
+    merge: Program | None = None
     rows: Any = None
 
     @property
@@ -85,10 +86,8 @@ class Stage:
 
 
 @dataclasses.dataclass(eq=False)
-class Streamed(OwnBlocks):
+class Streamed:
     """An array that is read (``value``), or that a stage writes."""
-
-    package = "streamed"
 
     shape: Shape
     dtype: Any
@@ -105,32 +104,33 @@ class Streamed(OwnBlocks):
         return tuple((size,) for size in self.shape)
 
 
-class _ToStages:
-    can_rechunk = True
-
-    def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Streamed:
-        del chunks, like
-        return value if isinstance(value, Streamed) else Streamed(value.shape, value.dtype, value)
-
-    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
-        stage = Stage(fun, batch.inputs, tuple(map(sum, batch.chunks)))
-        for item in items:
-            stage.outputs.append(Streamed((*stage.shape, *item.shape), item.dtype, stage=stage))
-        return list(stage.outputs)
-
-    def positions(self, lengths: tuple[int, ...], like: Any) -> Streamed:
-        del like
-        return Streamed((sum(lengths),), np.dtype(np.int64), range(sum(lengths)))
-
-    def reduce(
-        self, state: OnBlocks, merge: OnBlocks, batch: Batch, axes: tuple[int, ...]
-    ) -> Streamed:
-        shape = tuple(map(sum, batch.chunks))
-        stage = Stage(state, batch.inputs, shape, reduced=axes, merge=merge)
-        kept = (n for axis, n in enumerate(shape) if axis not in axes)
-        whole = *kept, record(state.program.items).itemsize
-        stage.outputs = [Streamed(whole, np.dtype(np.uint8), stage=stage, path=STATES)]
-        return stage.outputs[0]
+CAN_RECHUNK = False
 
 
-BACKEND = _ToStages()
+def cut(value: Any, chunks: BatchChunks, like: Any) -> Streamed:
+    del chunks, like
+    return value if isinstance(value, Streamed) else Streamed(value.shape, value.dtype, value)
+
+
+def positions(lengths: Shape, like: Any) -> Streamed:
+    del like
+    return Streamed((sum(lengths),), np.dtype(np.int64), range(sum(lengths)))
+
+
+def map_blocks(program: Program, batch: Batch, items: Items) -> list[Streamed]:
+    stage = _stage(program, batch)
+    stage.outputs += [Streamed((*stage.shape, *x.shape), x.dtype, stage=stage) for x in items]
+    return list(stage.outputs)
+
+
+def reduce_blocks(state: Program, merge: Program, batch: Batch, axes: Shape) -> Streamed:
+    stage = _stage(state, batch, reduced=axes, merge=merge)
+    kept = (n for axis, n in enumerate(stage.shape) if axis not in axes)
+    whole = *kept, record(state.returns).itemsize
+    stage.outputs += [Streamed(whole, np.dtype(np.uint8), stage=stage, path=STATES)]
+    return stage.outputs[0]
+
+
+def _stage(program: Program, batch: Batch, **options: Any) -> Stage:
+    shape = tuple(map(sum, batch.chunks))
+    return Stage(program, batch.numbers, batch.inputs, shape, **options)
