@@ -20,10 +20,10 @@ import zarr
 from filelock import Timeout
 
 from rankax.core.base.messages import check_bool, first_of
-from rankax.ext.blocks.on_streamed import Stage
 from rankax.ext.blocks.programs import unpacked
 from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show
-from rankax.stream._job import Block, Job, prepared
+from rankax.stream._job import Job, prepared
+from rankax.stream._stages import Block, Stage
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
 
 
@@ -166,7 +166,7 @@ def run(
 
 def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
     """Evaluate the blocks that are not whole in the store."""
-    done, total = 0, sum(math.prod(cuts.stage.shape) for cuts in job.stages)
+    done, total = 0, sum(math.prod(stage.shape) for stage in job.stages)
 
     def report(items: int) -> None:
         nonlocal done
@@ -178,12 +178,12 @@ def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
         show(shown.target, 0, total)
     thread = functools.partial(ThreadPoolExecutor, 1)
     with thread() as reader, thread() as writer, thread() as flusher:
-        for cuts in job.stages:
-            blocks = [block for block in cuts if not is_whole(cuts.stage, block)]
-            evaluate = functools.partial(_evaluated, cuts.stage, no_nan)
-            outs = map(evaluate, blocks, _ahead(reader, cuts.read, blocks))
-            files = _ahead(writer, functools.partial(write, cuts.stage), blocks, outs)
-            report(math.prod(cuts.stage.shape) - sum(block.items for block in blocks))
+        for stage in job.stages:
+            blocks = [block for block in stage.blocks() if not is_whole(stage, block)]
+            evaluate = functools.partial(_evaluated, stage, no_nan)
+            outs = map(evaluate, blocks, _ahead(reader, stage.read, blocks))
+            files = _ahead(writer, functools.partial(write, stage), blocks, outs)
+            report(math.prod(stage.shape) - sum(block.items for block in blocks))
             for block, _ in zip(blocks, _ahead(flusher, flush, files), strict=True):
                 report(block.items)
 
@@ -216,7 +216,7 @@ def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: An
     if stage.merge is None:
         is_nan = np.isnan(out).any(tuple(range(len(begins), out.ndim)))
         what, indices, count = f"{path} is NaN", np.argwhere(is_nan), is_nan.sum()
-        if stage.rows is not None:  # the items that have these rows
+        if stage.bounds is not None:  # the items that have these rows
             indices = np.unique(stage.items(indices + begins, 0)[0])[:, None]
             begins, count = [0], len(indices)
     else:

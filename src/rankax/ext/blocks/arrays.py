@@ -15,7 +15,7 @@ _CLASSES = {
     "dask": ("dask.array", "Array"),
     "cubed": ("cubed", "Array"),
     "xarray": ("xarray", "DataArray", "Dataset", "Variable"),
-    "streamed": ("rankax.ext.blocks.on_streamed", "Streamed"),
+    "streamed": ("rankax.stream._stages", "Streamed"),
 }
 
 

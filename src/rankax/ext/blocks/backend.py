@@ -32,6 +32,8 @@ the arguments of the call:
     axes; the last inputs of the batch are the positions of the items along these.
     ``merge.along(states, axis, keepdims)`` merges the states of adjacent blocks, with arguments as
     in `numpy.sum`; ``merge(one, other)`` merges two states.
+
+The backend of `rankax.stream`, ``stream/_stages.py``, has the same functions.
 """
 
 from collections.abc import Sequence

@@ -45,8 +45,11 @@ _REFUSED = {
 }
 
 
-def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
-    """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
+def call_on_blocks(mapped: Any, call: BoundKernel, options: Options, backend: Any = None) -> Any:
+    """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks.
+
+    Without a ``backend``, it is the one of the package of these arrays.
+    """
     site = call.site
     package, leaves = _checked_leaves(call)
     evaluator = "rankax.stream" if package == "streamed" else package
@@ -65,7 +68,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
             "each block would count its items from 0 and draw the same numbers; pass a key for "
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )
-    backend: Any = importlib.import_module(f"rankax.ext.blocks.on_{package}")
+    backend = backend or importlib.import_module(f"rankax.ext.blocks.on_{package}")
     inputs = [
         (planned, *_as_input(leaves[place], place, planned.core_shape))
         for planned, place in zip(plan.leaves, call.ranked, strict=True)
@@ -160,7 +163,7 @@ def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[programs.L
         return programs.Leaf(place, item), value
     value = value if blocks_of(value) else np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
-    is_ragged = getattr(value, "lengths", None) is not None
+    is_ragged = getattr(value, "bounds", None) is not None
     return programs.Leaf(place, jax.ShapeDtypeStruct(core, dtype), is_ragged=is_ragged), value
 
 
