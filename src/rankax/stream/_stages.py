@@ -29,7 +29,7 @@ import numpy as np
 
 from rankax.core.plan.schedule import Shape
 from rankax.ext.blocks.backend import Batch, BatchChunks, Input
-from rankax.ext.blocks.programs import Items, Program, record
+from rankax.ext.blocks.programs import Items, Program, packed_item
 from rankax.ext.ragged.type import Ragged
 
 STATES = "_rankax/states"  # the array of a store that is not a result
@@ -297,6 +297,6 @@ def reduce_blocks(state: Program, merge: Program, batch: Batch, axes: Shape) -> 
     shape = tuple(map(sum, batch.chunks))
     stage = Stage(state, batch.numbers, batch.inputs, shape, axes, merge)
     kept = (n for axis, n in enumerate(shape) if axis not in axes)
-    whole = *kept, record(state.returns).itemsize
-    stage.outputs += [Streamed(whole, np.dtype(np.uint8), stage=stage, path=STATES)]
+    item = packed_item(state.returns)
+    stage.outputs += [Streamed((*kept, *item.shape), item.dtype, stage=stage, path=STATES)]
     return stage.outputs[0]

@@ -36,10 +36,14 @@ the arguments of the call:
 The backend of `rankax.stream`, ``stream/_stages.py``, has the same functions.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from rankax.ext.blocks.programs import Items, Program, kept, packed_item, unpacked
 
 BatchChunks = tuple[tuple[int, ...], ...]  # the block lengths along each batch axis
 
@@ -60,17 +64,55 @@ class Batch(NamedTuple):
     chunks: BatchChunks
 
 
-def blockwise_arguments(batch: Batch) -> tuple[list[Any], int]:
-    """Return each array followed by its axes, as ``blockwise`` takes them, and an unused axis.
+def blockwise(
+    of_package: Callable[..., Any],
+    fun: Any,
+    batch: Batch,
+    item: jax.ShapeDtypeStruct,
+    reduced: tuple[int, ...] = (),
+    **options: Any,
+) -> Any:
+    """Apply a function of one output to each block, by the ``blockwise`` of a package.
 
-    Axes are ints: first those of the batch, then the core axes of each input.
+    The output has length 1 in each block along the ``reduced`` axes.
     """
+    # Axes are ints: first those of the batch, then the core axes of each array.
+    count = unused = len(batch.chunks)
     arguments: list[Any] = []
-    unused = len(batch.chunks)
-    for array, axes, item in batch.inputs:
-        arguments += [array, (*axes, *range(unused, unused + len(item.shape)))]
-        unused += len(item.shape)
-    return arguments, unused
+    for array, axes, own in batch.inputs:
+        arguments += [array, (*axes, *range(unused, unused + len(own.shape)))]
+        unused += len(own.shape)
+    core = dict(enumerate(item.shape, unused))
+    return of_package(
+        functools.partial(fun, *batch.numbers),
+        (*range(count), *core),
+        *arguments,
+        adjust_chunks=dict.fromkeys(reduced, 1),
+        new_axes=core,
+        dtype=item.dtype,
+        **options,
+    )
+
+
+def map_packed(
+    blockwise: Callable[..., Any], program: Program, batch: Batch, items: Items
+) -> list[Any]:
+    """Apply a program to each block by operations of one output.
+
+    Several outputs are packed into one, so that each block is evaluated once.
+    """
+    if len(items) == 1:
+        return [blockwise(program, batch, items[0])]
+    item = packed_item(items)
+    array = blockwise(kept(dataclasses.replace(program, returns=items)), batch, item)
+    whole = Batch((), [Input(array, tuple(range(len(batch.chunks))), item)], batch.chunks)
+    unpack = [functools.partial(_unpacked, items, n) for n in range(len(items))]
+    return [blockwise(fun, whole, out) for fun, out in zip(unpack, items, strict=True)]
+
+
+def _unpacked(items: Items, number: int, data: Any) -> Any:
+    """Return one of the packed outputs."""
+    return unpacked(items, data)[number]
 
 
 def small_blocks(inputs: Sequence[Input]) -> list[jax.ShapeDtypeStruct]:

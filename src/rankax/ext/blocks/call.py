@@ -300,7 +300,7 @@ def _reduced(
     finish = programs.kept(new(setup, states.result, takes=items))
     merged = backend.reduce_blocks(state, merge, batch, axes)
     chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
-    item = jax.ShapeDtypeStruct((programs.record(items).itemsize,), np.dtype(np.uint8))
+    item = programs.packed_item(items)
     whole = Batch((), [Input(merged, tuple(range(len(chunks))), item)], chunks)
     return runs, treedef.unflatten(backend.map_blocks(finish, whole, results))
 

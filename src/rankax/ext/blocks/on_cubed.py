@@ -6,17 +6,14 @@ Besides the blocks themselves, which cubed counts, these are the copies of them 
 the ``memory_limit`` of the kernel.
 """
 
-import dataclasses
-import functools
 import importlib
 import math
 from typing import Any
 
 import jax
-import numpy as np
 
-from rankax.ext.blocks.backend import Batch, BatchChunks, Input, blockwise_arguments
-from rankax.ext.blocks.programs import Items, Program, kept, record, unpacked
+from rankax.ext.blocks.backend import Batch, BatchChunks, blockwise, map_packed
+from rankax.ext.blocks.programs import Items, Program, packed_item
 
 # Imported by name because a type checker need not have cubed installed.
 cubed: Any = importlib.import_module("cubed")
@@ -25,7 +22,6 @@ _ops: Any = importlib.import_module("cubed.core.ops")
 
 CAN_RECHUNK = False
 _MOST_IN_PLAN = 10**6  # bytes; `cubed.asarray` accepts no more
-_BYTES = np.dtype(np.uint8)
 
 
 def cut(value: Any, chunks: BatchChunks, like: Any) -> Any:
@@ -41,60 +37,20 @@ def positions(lengths: tuple[int, ...], like: Any) -> Any:
 
 
 def map_blocks(program: Program, batch: Batch, items: Items) -> list[Any]:
-    count = math.prod(map(max, batch.chunks))
-    memory = _memory(program, batch) + count * record(items).itemsize
-    if len(items) == 1:
-        return [_blockwise(program, batch, items[0], memory)]
-    # An operation has one output. The packed outputs are stored, so that each block is
-    # evaluated once.
-    item = _packed_item(items)
-    array = _blockwise(kept(dataclasses.replace(program, returns=items)), batch, item, memory)
-    whole = Batch((), [Input(array, tuple(range(len(batch.chunks))), item)], batch.chunks)
-    return [
-        _blockwise(
-            functools.partial(_unpacked, items, n), whole, out, count * 2 * record([out]).itemsize
-        )
-        for n, out in enumerate(items)
-    ]
+    return map_packed(_blockwise, program, batch, items)
 
 
 def reduce_blocks(state: Program, merge: Program, batch: Batch, axes: tuple[int, ...]) -> Any:
-    count = math.prod(max(n) for axis, n in enumerate(batch.chunks) if axis not in axes)
-    item = _packed_item(state.returns)
-    memory = _memory(state, batch) + 2 * count * item.shape[0]
-    states = _blockwise(state, batch, item, memory, axes)
-    dtypes = {"intermediate_dtype": _BYTES, "dtype": _BYTES}
+    states = _blockwise(state, batch, packed_item(state.returns), axes)
+    dtypes = {"intermediate_dtype": states.dtype, "dtype": states.dtype}
     return _ops.reduction(states, None, combine_func=merge.along, axis=axes, **dtypes)
 
 
-def _memory(program: Program, batch: Batch) -> int:
-    """Return the bytes of one block of each input, and the kernel's memory limit."""
-    limit = program.setup.options.memory_limit
+def _blockwise(fun: Any, batch: Batch, item: jax.ShapeDtypeStruct, reduced: Any = ()) -> Any:
+    copies = sum(array.chunkmem for array, *_ in batch.inputs)
+    count = math.prod(max(n) for axis, n in enumerate(batch.chunks) if axis not in reduced)
+    copies += 2 * count * math.prod(item.shape) * item.dtype.itemsize
+    limit = fun.setup.options.memory_limit if isinstance(fun, Program) else None
     # A share depends on the machine that runs it.
-    own = limit if isinstance(limit, int) else 0
-    return own + sum(i.array.chunkmem for i in batch.inputs)
-
-
-def _packed_item(items: Items) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((record(items).itemsize,), _BYTES)
-
-
-def _blockwise(
-    fun: Any, batch: Batch, item: jax.ShapeDtypeStruct, memory: int, reduced: tuple[int, ...] = ()
-) -> Any:
-    arguments, unused = blockwise_arguments(batch)
-    core = dict(enumerate(item.shape, unused))
-    return _ops.blockwise(
-        functools.partial(fun, *batch.numbers),
-        (*range(len(batch.chunks)), *core),
-        *arguments,
-        adjust_chunks=dict.fromkeys(reduced, 1),
-        new_axes=core,
-        dtype=item.dtype,
-        extra_projected_mem=memory,
-    )
-
-
-def _unpacked(items: Items, number: int, data: Any) -> Any:
-    """Return one of the packed outputs."""
-    return unpacked(items, data)[number]
+    memory = copies + (limit if isinstance(limit, int) else 0)
+    return blockwise(_ops.blockwise, fun, batch, item, reduced, extra_projected_mem=memory)

@@ -59,6 +59,11 @@ def record(items: Items) -> Any:
     return np.dtype(fields if np.dtype(fields).itemsize else [*fields, ("none", np.uint8)])
 
 
+def packed_item(items: Items) -> jax.ShapeDtypeStruct:
+    """Return one item of several arrays in one, as bytes."""
+    return jax.ShapeDtypeStruct((record(items).itemsize,), np.dtype(np.uint8))
+
+
 def packed(items: Items, arrays: Sequence[Any]) -> Array:
     """Return the bytes of arrays along a new last axis, after their batch axes."""
     batch = arrays[0].shape[: arrays[0].ndim - len(items[0].shape)]
