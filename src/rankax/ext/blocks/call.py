@@ -30,7 +30,7 @@ from rankax.core.options import DEFAULTS, Options
 from rankax.core.plan.schedule import Plan
 from rankax.core.reduce.run import trace_reduced
 from rankax.ext.blocks import programs
-from rankax.ext.blocks.arrays import blocks_of, in_blocks
+from rankax.ext.blocks.arrays import blocks_of
 from rankax.ext.blocks.backend import Batch, BatchChunks, Input, small_blocks
 from rankax.ext.runs import RunStates
 
@@ -121,11 +121,15 @@ def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
                 f"{subject}, but it has no rank, so every item would receive all of it; give it a "
                 "rank, or compute it first"
             )
-        if package == "xarray":
-            raise in_blocks(package, kernel.name, path)
-        if package:
+        if package and package != "xarray":
             first.setdefault(package, f"{path} is a {package} array")
-            _check_blocks(leaf, subject, path)
+            check_dtype(leaf.dtype, subject, path)
+            for axis, size in enumerate(leaf.shape):
+                if size != size:  # dask has nan for an unknown length
+                    raise ValueError(
+                        f"{subject} of unknown length along axis {axis}; call "
+                        f"{path}.compute_chunk_sizes() first"
+                    )
         elif rank is not None and not (is_array(leaf) or is_number(leaf)):
             leaf = kernel.converted(leaf, path, shapes_only=False)
         if rank is not None and rank.is_key:
@@ -137,16 +141,6 @@ def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
             "call; convert one"
         )
     return next(iter(first)), leaves[: len(call.leaves)]
-
-
-def _check_blocks(value: Any, subject: str, path: str) -> None:
-    check_dtype(value.dtype, subject, path)
-    for axis, size in enumerate(value.shape):
-        if size != size:  # dask has nan for an unknown length
-            raise ValueError(
-                f"{subject} of unknown length along axis {axis}; call "
-                f"{path}.compute_chunk_sizes() first"
-            )
 
 
 def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[programs.Leaf, Any]:
@@ -226,8 +220,7 @@ def _batch_chunks(
                 "them again; rechunk one of them"
             )
         ends = sorted({end for cut in cuts for end in itertools.accumulate(cut)} - {0})
-        ways = [(size,), *cuts]  # one way of cutting may have chunks of length 0
-        chunks.append(ways[-1] if len(cuts) < 2 else tuple(np.diff(ends, prepend=0).tolist()))
+        chunks.append(tuple(np.diff(ends, prepend=0).tolist()) or (size,))
     return tuple(chunks)
 
 
