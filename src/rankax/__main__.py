@@ -78,8 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(fun: Callable[..., None]) -> argparse.ArgumentParser:
         text, kind = inspect.getdoc(fun) or "", argparse.RawDescriptionHelpFormatter
-        help_ = {"help": text.split(".")[0], "description": text}
-        sub = commands.add_parser(fun.__name__, **help_, formatter_class=kind)
+        sub = commands.add_parser(
+            fun.__name__, help=text.split(".")[0], description=text, formatter_class=kind
+        )
         sub.set_defaults(command=fun)
         sub.add_argument("kernel", metavar="PACKAGE.MODULE:KERNEL")
         return sub
