@@ -105,25 +105,25 @@ def io_bound(folder):
     out = folder / "light.zarr"
     path = write_large(folder)
     x = np.load(path, mmap_mode="r")
-    (cuts,) = prepared(light, (x,), {}, LIMIT, "stream", {}).stages
+    (stage,) = prepared(light, (x,), {}, LIMIT, "stream", {}).stages
     times = in_turns(
         {
-            "a bare loop": lambda: bare(x, cuts, out),
-            "a bare loop that waits for the disk": lambda: bare(x, cuts, out, flush=True),
+            "a bare loop": lambda: bare(x, stage, out),
+            "a bare loop that waits for the disk": lambda: bare(x, stage, out, flush=True),
             "`rankax.stream`": streamed(light, x, out),
         },
         out,
     )
-    yield f"I/O-bound: {MEGABYTES} MB are read and written, {cuts.grid[0]} blocks."
+    yield f"I/O-bound: {MEGABYTES} MB are read and written, {stage.grid[0]} blocks."
     yield ""
     yield from table(times, x.nbytes)
 
 
-def bare(x, cuts, out, *, flush=False):
+def bare(x, stage, out, *, flush=False):
     """Read, copy and write the same blocks to a store of the same chunks."""
-    chunks = cuts.block + x.shape[1:]
+    chunks = stage.block + x.shape[1:]
     array = zarr.create_array(out, shape=x.shape, chunks=chunks, dtype=x.dtype)
-    for block in cuts:
+    for block in stage.blocks():
         array[block.region] = np.array(x[block.region])
     for path in out.glob("c/*/*") if flush else ():
         with open(path, "rb") as file:

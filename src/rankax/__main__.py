@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +75,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m rankax", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (stream, plan):
-        text = inspect.getdoc(command) or ""
-        page: Any = {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
-        sub = commands.add_parser(command.__name__, help=text.split(".")[0], **page)
-        sub.set_defaults(command=command)
+
+    def command(fun: Callable[..., None]) -> argparse.ArgumentParser:
+        text, kind = inspect.getdoc(fun) or "", argparse.RawDescriptionHelpFormatter
+        sub = commands.add_parser(
+            fun.__name__, help=text.split(".")[0], description=text, formatter_class=kind
+        )
+        sub.set_defaults(command=fun)
         sub.add_argument("kernel", metavar="PACKAGE.MODULE:KERNEL")
-        if command is plan:
-            sub.add_argument("shapes", metavar="NAME=SHAPE", nargs="*", type=_shape)
-            continue
-        path: Any = {"metavar": "NAME=PATH", "action": "append", "type": _pair}
-        sub.add_argument("--in", dest="inputs", required=True, **path)
-        sub.add_argument("--out", metavar="PATH", required=True, help="the store of the results")
-        sub.add_argument("--memory-limit", metavar="SIZE", default="1GB", help="1GB by default")
-        sub.add_argument("--resume", action="store_true", help="resume a run that was stopped")
-        sub.add_argument("--on-nan", choices=("keep", "raise"), default="keep", help="raise: stop")
-        sub.add_argument("--plan", dest="plan_only", action="store_true", help="show the blocks")
+        return sub
+
+    sub = command(stream)
+    path: Any = {"metavar": "NAME=PATH", "action": "append", "type": _pair}
+    sub.add_argument("--in", dest="inputs", required=True, **path)
+    sub.add_argument("--out", metavar="PATH", required=True, help="the store of the results")
+    sub.add_argument("--memory-limit", metavar="SIZE", default="1GB", help="1GB by default")
+    sub.add_argument("--resume", action="store_true", help="resume a run that was stopped")
+    sub.add_argument("--on-nan", choices=("keep", "raise"), default="keep", help="raise: stop")
+    sub.add_argument("--plan", dest="plan_only", action="store_true", help="show the blocks")
+    command(plan).add_argument("shapes", metavar="NAME=SHAPE", nargs="*", type=_shape)
     given = vars(parser.parse_args(arguments))
     try:
         given.pop("command")(**given)

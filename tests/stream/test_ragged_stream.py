@@ -14,6 +14,7 @@ from helpers import assert_same, compilations, slow
 from rankax import Mask, Ragged, auto_vmap
 from rankax.reductions import Fold, TopK
 from rankax.stream import _job
+from rankax.stream._stages import COPIES_IN
 from stream_child import Recorded, values
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
@@ -127,7 +128,7 @@ def test_blocks_stay_within_the_limit(tmp_path):
     run(total, Ragged(flat, lengths), ones, out=tmp_path / "a", memory_limit=limit)
     most = max(part.stop - part.start for part, *_ in flat.reads[1:])
     assert most >= 200
-    assert most * 12 * _job._COPIES_IN <= limit / 2
+    assert most * 12 * COPIES_IN <= limit / 2
     with pytest.raises(ValueError, match=re.escape("the smallest block, of shape (1,), needs")):
         run(total, Ragged(flat, lengths), ones, out=tmp_path / "b", memory_limit=9000)
 

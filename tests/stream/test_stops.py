@@ -12,8 +12,8 @@ import zarr
 import rankax.stream
 import stream_child
 from helpers import assert_same, slow, weekly
-from rankax.ext.blocks.on_streamed import STATES
 from rankax.stream import _job
+from rankax.stream._stages import STATES
 from stream_child import KERNELS, STEPS, values
 
 pytestmark = pytest.mark.usefixtures("few_blocks")

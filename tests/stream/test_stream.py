@@ -24,10 +24,10 @@ import rankax.stream
 import stream_child
 from helpers import assert_same, refusal, slow, weekly
 from rankax import SplitKey, auto_vmap
-from rankax.ext.blocks.on_streamed import STATES
 from rankax.ext.blocks.programs import CONFIG
 from rankax.reductions import Fold
 from rankax.stream import _job, _run
+from rankax.stream._stages import STATES
 from stream_child import Recorded, values
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
@@ -79,9 +79,9 @@ def test_data_sets_of_hdf5(tmp_path, out, capsys):
         file.create_dataset("points/x", data=x, chunks=(60, 2))
     with h5py.File(tmp_path / "m.h5") as file:
         points = file["points/x"]
-        (cuts,) = _job.prepared(near, (points, Y[0]), {}, "1 GB", "here", {}).stages
+        (stage,) = _job.prepared(near, (points, Y[0]), {}, "1 GB", "here", {}).stages
         got = run(near, points, Y[0], out=out)
-    assert cuts.block == (360,)  # of chunks of the source
+    assert stage.block == (360,)  # of chunks of the source
     assert_same(values(got), near(x, Y[0]))
     inputs = (f"{name}={tmp_path / 'm.h5'}/points/x" for name in "xy")
     call = ["stream", KERNEL, "--out", tmp_path / "b.zarr", "--in", next(inputs), "--in", *inputs]
@@ -137,7 +137,7 @@ def test_blocks_follow_the_chunks_of_a_source(tmp_path, monkeypatch):
     each = auto_vmap(0)(jnp.tanh)
 
     def blocks(kernel, *args):
-        return [cuts.block for cuts in _job.prepared(kernel, args, {}, "1 GB", "here", {}).stages]
+        return [stage.block for stage in _job.prepared(kernel, args, {}, "1 GB", "here", {}).stages]
 
     assert blocks(each, tall) == [(10, 1000)]
     assert blocks(each, wide) == [(1000, 10)]

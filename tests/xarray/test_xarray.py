@@ -189,6 +189,7 @@ SCALAR = auto_vmap(p="level", t="")(lambda p, t: p.sum() * t)
 UNNAMED = auto_vmap(1, 1)(profile.__wrapped__)
 TRACE = auto_vmap("n n")(jnp.trace)
 TOTAL = profile.with_options(reduce="sum", reduce_axis=0)
+THIN = xr.Dataset({"thick": T, "thin": T.isel(level=0, drop=True)})
 BOTH = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
 
 
@@ -202,6 +203,7 @@ BOTH = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
             "dimensions 'time', 'height' and 'x'; rename one, or write core_dims={'t': ('x',)}",
         ),
         (UNNAMED, T, {}, "p has rank 1, which does not name its core axes, and p has the dim"),
+        (profile, THIN, {}, "t['thin'] lacks the core dimension 'level', which other variables"),
         (profile, T.chunk(level=2), {}, "t is cut into 2 chunks along its core dimension 'level'"),
         (SCALAR, T, {}, "'level' is a core dimension of p, but a batch dimension of t, whose"),
         (profile, T, {"core_dims": {"t": "lev"}}, "for t, core_dims names the core dimension 'le"),
@@ -224,7 +226,12 @@ BOTH = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
         # Dimensions to reduce.
         (profile, T, {"reduce_dims": "time"}, "reduce_dims='time' needs a kernel with the option"),
         (TOTAL, T, {}, "profile has reduce_axis=0, but the batch dimensions have names"),
-        (TOTAL, BOTH, {"reduce_dims": "time"}, "the reduced dimensions of t['cold'] are none, but"),
+        (
+            TOTAL,
+            BOTH,
+            {"reduce_dims": "time"},
+            "t['cold'] lacks the reduced dimension 'time',",
+        ),
         (TOTAL, T, {"reduce_dims": "level"}, "reduce_dims names 'level', which is not a batch dim"),
     ],
 )

@@ -3,22 +3,23 @@
 
 What depends on shapes only sees items that are filled up to the longest, so the checks, the record
 and the programs that merge states are those of dense arrays. A block is read as a `Ragged`
-(`_job.py`), and the kernel itself evaluates it (`ext/blocks/programs.py`).
+(`_stages.py`), and the kernel itself evaluates it (`ext/blocks/programs.py`).
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
+import numpy as np
 
 from rankax.call.kernels import KernelCall, rebind
-from rankax.ext.blocks.on_streamed import Stage, Streamed
-from rankax.ext.blocks.programs import OnBlocks
+from rankax.ext.blocks.programs import kept, outputs
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.call import RaggedCall, dense_shell
 from rankax.ext.ragged.results import check_declared_outputs, check_one_axis
 from rankax.ext.ragged.type import Ragged
+from rankax.stream._stages import Stage, Streamed
 
 
 def filled_up(ragged: RaggedCall, site: str) -> KernelCall:
@@ -34,17 +35,22 @@ def filled_up(ragged: RaggedCall, site: str) -> KernelCall:
                 "their data, jax.random.key_data, and wrap them in the kernel"
             )
         shape = len(lengths), int(lengths.max(initial=1)), *rows.shape[1:]
-        leaves[i] = Streamed(shape, rows.dtype, rows, path=rows.path, lengths=lengths)
+        leaves[i] = Streamed(shape, rows.dtype, rows, path=rows.path, bounds=_bounds(lengths))
     return rebind(call.kernel, dense_shell(call), leaves, call.others)
 
 
-def share_shapes(ragged: RaggedCall, stage: Stage, blocks: Sequence[tuple[int, int]]) -> None:
+def _bounds(lengths: Any) -> Any:
+    return np.append(0, np.cumsum(lengths))
+
+
+def share_shapes(ragged: RaggedCall, stage: Stage) -> None:
     """Let the blocks of a stage share shapes, and so programs; see `Shared`."""
+    blocks = list(zip(*stage.items_of_blocks(-1), strict=True))
     if not blocks:  # as where no item has a row
         return
-    program = stage.fun.program
-    setup = dataclasses.replace(program.setup, shared=Shared.of(ragged.lengths, blocks))
-    stage.fun = OnBlocks.of(dataclasses.replace(program, setup=setup), stage.fun.numbers)
+    shared = Shared.of(ragged.lengths, blocks)
+    setup = dataclasses.replace(stage.program.setup, shared=shared)
+    stage.program = kept(dataclasses.replace(stage.program, setup=setup))
 
 
 def with_rows(ragged: RaggedCall, tree: Any) -> Any:
@@ -57,12 +63,13 @@ def with_rows(ragged: RaggedCall, tree: Any) -> Any:
     for dim in {*dims} if any(dim is not None for dim in dims) else ():
         own = [i for i, x in enumerate(dims) if x == dim]
         whole: Stage = arrays[own[0]].stage
-        program = dataclasses.replace(whole.fun.program, only=tuple(own))
-        stage = Stage(OnBlocks.of(program, whole.fun.numbers), whole.inputs, whole.shape)
+        step = functools.partial(outputs, only=tuple(own))
+        program = kept(dataclasses.replace(whole.program, step=step))
+        stage = Stage(program, whole.numbers, whole.inputs, whole.shape)
         if dim is not None:
             check_one_axis(ragged, arrays[own[0]].path, dim)
-            stage.rows = ragged.lengths[:, dim]
-            stage.shape = (int(stage.rows.sum()),)
+            stage.bounds = _bounds(ragged.lengths[:, dim])
+            stage.shape = (int(stage.bounds[-1]),)
         for i in own:
             core = arrays[i].shape[len(whole.shape) + (dim is not None) :]
             arrays[i] = Streamed((*stage.shape, *core), arrays[i].dtype, stage=stage)

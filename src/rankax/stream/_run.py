@@ -20,12 +20,10 @@ import zarr
 from filelock import Timeout
 
 from rankax.core.base.messages import check_bool, first_of
-from rankax.ext.blocks.on_streamed import Stage
 from rankax.ext.blocks.programs import unpacked
-from rankax.ext.check.call import nonfinite
-from rankax.ext.check.ragged import RaggedItems
 from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show
-from rankax.stream._job import Block, Job, prepared
+from rankax.stream._job import Job, prepared
+from rankax.stream._stages import Block, Stage
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
 
 
@@ -168,7 +166,7 @@ def run(
 
 def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
     """Evaluate the blocks that are not whole in the store."""
-    done, total = 0, sum(math.prod(cuts.stage.shape) for cuts in job.stages)
+    done, total = 0, sum(math.prod(stage.shape) for stage in job.stages)
 
     def report(items: int) -> None:
         nonlocal done
@@ -180,12 +178,12 @@ def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
         show(shown.target, 0, total)
     thread = functools.partial(ThreadPoolExecutor, 1)
     with thread() as reader, thread() as writer, thread() as flusher:
-        for cuts in job.stages:
-            blocks = [block for block in cuts if not is_whole(cuts.stage, block)]
-            evaluate = functools.partial(_evaluated, cuts.stage, no_nan)
-            outs = map(evaluate, blocks, _ahead(reader, cuts.read, blocks))
-            files = _ahead(writer, functools.partial(write, cuts.stage), blocks, outs)
-            report(math.prod(cuts.stage.shape) - sum(block.items for block in blocks))
+        for stage in job.stages:
+            blocks = [block for block in stage.blocks() if not is_whole(stage, block)]
+            evaluate = functools.partial(_evaluated, stage, no_nan)
+            outs = map(evaluate, blocks, _ahead(reader, stage.read, blocks))
+            files = _ahead(writer, functools.partial(write, stage), blocks, outs)
+            report(math.prod(stage.shape) - sum(block.items for block in blocks))
             for block, _ in zip(blocks, _ahead(flusher, flush, files), strict=True):
                 report(block.items)
 
@@ -202,11 +200,11 @@ def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -
 
 def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[Any]) -> Any:
     """Return the outputs of a block; refuse NaN among them in the name of ``no_nan``."""
-    outs = stage.fun(*inputs)
+    outs = stage.program(*stage.numbers, *inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     outs = [stage.part(block.region, out) for out in outs]
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
-        parts = [out] if stage.merge is None else unpacked(stage.merge.program.items, out)
+        parts = [out] if stage.merge is None else unpacked(stage.program.returns, out)
         if any(np.isnan(part).any() for part in parts):
             raise FloatingPointError(f"{no_nan}: {_items(stage, block, inputs, array.path, out)}")
     return outs
@@ -218,12 +216,11 @@ def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: An
     if stage.merge is None:
         is_nan = np.isnan(out).any(tuple(range(len(begins), out.ndim)))
         what, indices, count = f"{path} is NaN", np.argwhere(is_nan), is_nan.sum()
-        if stage.rows is not None:  # the items that have these rows
+        if stage.bounds is not None:  # the items that have these rows
             indices = np.unique(stage.items(indices + begins, 0)[0])[:, None]
             begins, count = [0], len(indices)
     else:
-        called = stage.fun.called(inputs)
-        found = nonfinite(*called, 10, gradient=False, ragged=RaggedItems)
+        found = stage.program.nonfinite(*stage.numbers, *inputs)
         what, indices, count = "what is reduced is not finite", found.indices, found.count
     named = [str(tuple(index)) for index in (indices[:10] + begins).tolist()]
     # Finite items may become NaN, such as the product of a number that overflows and 0.

@@ -30,8 +30,7 @@ import zarr
 from filelock import FileLock, Timeout
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from rankax.ext.blocks.on_streamed import STATES, Stage, Streamed
-from rankax.stream._job import Block, Cuts
+from rankax.stream._stages import STATES, Block, Stage, Streamed
 
 _LOCK = "lock"
 
@@ -53,7 +52,7 @@ def is_free(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Generator[None]:
+def opened(path: Path, record: dict[str, Any], stages: Sequence[Stage]) -> Generator[None]:
     """Lock a store, and open its arrays; create it if it has no record."""
     (path / STATES).mkdir(parents=True, exist_ok=True)
     with FileLock(path / STATES / _LOCK, blocking=False):
@@ -67,7 +66,7 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Genera
                 partial.unlink()
             with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
                 group: Any = zarr.open_group(path, mode="r+")
-                for out in [out for cuts in stages for out in cuts.stage.outputs]:
+                for out in [out for stage in stages for out in stage.outputs]:
                     out.value = group[out.path]
             yield
         except BaseException as error:
@@ -75,7 +74,7 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Genera
             raise
 
 
-def _create(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> None:
+def _create(path: Path, record: dict[str, Any], stages: Sequence[Stage]) -> None:
     """Create the arrays, and the record when they are on the disk."""
     for file in sorted(path.rglob("*"), reverse=True):  # what is in a folder before the folder
         if file.is_dir() and not any(file.iterdir()):
@@ -83,7 +82,7 @@ def _create(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> None:
         elif not file.is_dir() and file.name != _LOCK:
             file.unlink()
     group: Any = zarr.open_group(path, mode="a")
-    arrays = {out.path: _array(cuts, out) for cuts in stages for out in cuts.stage.outputs}
+    arrays = {out.path: _array(stage, out) for stage in stages for out in stage.outputs}
     states = arrays.pop(STATES, {"name": STATES, "shape": (0,), "dtype": "uint8"})
     for array in arrays.values():
         group.create_array(**array)
@@ -92,11 +91,11 @@ def _create(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> None:
     flush([path / STATES / "zarr.json"])
 
 
-def _array(cuts: Cuts, out: Streamed) -> dict[str, Any]:
+def _array(stage: Stage, out: Streamed) -> dict[str, Any]:
     """Return how zarr creates an array; states have an entry for each block along reduced axes."""
-    sizes = enumerate(zip(cuts.stage.shape, cuts.block, cuts.grid, strict=True))
-    pairs = [(n, 1) if axis in cuts.stage.reduced else (size, c) for axis, (size, c, n) in sizes]
-    pairs += [(n, max(1, n)) for n in out.shape[len(pairs) - len(cuts.stage.reduced) :]]
+    sizes = enumerate(zip(stage.shape, stage.block, stage.grid, strict=True))
+    pairs = [(n, 1) if axis in stage.reduced else (size, c) for axis, (size, c, n) in sizes]
+    pairs += [(n, max(1, n)) for n in out.shape[len(pairs) - len(stage.reduced) :]]
     return {
         "name": out.path,
         "shape": tuple(size for size, _ in pairs),

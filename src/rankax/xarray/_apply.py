@@ -6,7 +6,7 @@ dimensions there, in front of the others. `_named` finds the dimensions.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -105,42 +105,44 @@ def apply(
             "DataArray that has these dimensions, and kernel.with_options(batch_shape=None)"
         )
     call = flatten(declared, args, kwargs)
-    leaves = _named.named_leaves(call, core_dims, site)
-    batch = _named.batch_dims(leaves, site)
+    named = _named.named_leaves(call, core_dims, site)
+    batch = _named.batch_dims(named.values(), site)
     reduced = _named.reduced_dims(declared, reduce_dims, batch, site)
-    axes = tuple(range(-len(reduced), 0)) if declared.preset.reduce else None
-    mapped = kernel.with_options(reduce_axis=axes) if axes is not None else kernel
+    dims = [leaf.dims(reduced, site) for leaf in named.values()]
+    reduce, axes = declared.preset.reduce, None
+    if reduce is not None:
+        axes = tuple(range(-len(reduced), 0))
+        kernel = kernel.with_options(reduce_axis=axes)
 
-    named = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.core is not None]
-
-    def arguments(arrays: dict[int, Any]) -> inspect.BoundArguments:
-        values = [arrays.get(i, leaf.value) for i, leaf in enumerate(leaves)]
-        return rebind(declared, call.shell, values, call.others).arguments
+    def arguments(arrays: Iterable[Any]) -> inspect.BoundArguments:
+        values = {**dict(enumerate(call.leaves)), **dict(zip(named, arrays, strict=True))}
+        return rebind(declared, call.shell, [*values.values()], call.others).arguments
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
-        pairs = zip(named, data, strict=True)
-        given = arguments({i: leaf.aligned(x, reduced, site) for (i, leaf), x in pairs})
-        outs = jax.tree.leaves(mapped(*given.args, **given.kwargs))
+        pairs = zip(named.values(), data, strict=True)
+        given = arguments(leaf.aligned(x, reduced) for leaf, x in pairs)
+        outs = jax.tree.leaves(kernel(*given.args, **given.kwargs))
         if not any(isinstance(x, jax.Array) for x in data):
             outs = [np.array(x) if isinstance(x, jax.Array) else x for x in outs]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
-    def on_shapes(shapes: dict[int, Any]) -> Any:  # without the batch dimensions that remain
+    def on_shapes(*shapes: Any) -> Any:  # without the batch dimensions that remain
         given = arguments(shapes)
-        plain = Options(reduce=declared.preset.reduce, reduce_axis=axes)
-        return evaluate(bind(declared, given.args, given.kwargs), plain)
+        call = bind(declared, given.args, given.kwargs)
+        return evaluate(call, Options(reduce=reduce, reduce_axis=axes))
 
-    shapes = {i: s for i, leaf in enumerate(leaves) if (s := leaf.shape(reduced)) is not None}
-    out = jax.eval_shape(on_shapes, shapes)
+    out = jax.eval_shape(on_shapes, *(leaf.shape(reduced) for leaf in named.values()))
     treedef = jax.tree.structure(out)
     if not treedef.num_leaves:
         raise TypeError(f"{site}: the kernel returns no array")
-    dims = _named.dims_of_outputs(declared, leaves, out, output_dims, batch, reduced, site)
+    out_dims = _named.dims_of_outputs(
+        declared, named.values(), out, output_dims, batch, reduced, site
+    )
     results = _named.xr.apply_ufunc(
         on_data,
-        *(leaf.value for _, leaf in named),
-        input_core_dims=[leaf.dims(reduced, site) for _, leaf in named],
-        output_core_dims=dims,
+        *(leaf.value for leaf in named.values()),
+        input_core_dims=dims,
+        output_core_dims=out_dims,
         dask="allowed",
     )
-    return _named.assembled(treedef.unflatten([results] if len(dims) == 1 else results))
+    return _named.assembled(treedef.unflatten([results] if len(out_dims) == 1 else results))

@@ -8,25 +8,18 @@ imported that package.
 import sys
 from typing import Any
 
-# The module and the classes of each package.
+# The module and the classes of each package; `rankax.stream` counts as one.
 _CLASSES = {
-    "dask": ("dask.array", ("Array",)),
-    "cubed": ("cubed", ("Array",)),
-    "xarray": ("xarray", ("DataArray", "Dataset", "Variable")),
+    "dask": ("dask.array", "Array"),
+    "cubed": ("cubed", "Array"),
+    "xarray": ("xarray", "DataArray", "Dataset", "Variable"),
+    "streamed": ("rankax.stream._stages", "Streamed"),
 }
-
-
-class OwnBlocks:
-    """An array of this library that is evaluated block by block: ``ext/blocks/on_<package>.py``."""
-
-    package: str
 
 
 def blocks_of(leaf: Any) -> str | None:
     """Return the name of the package whose array a leaf is, or None."""
-    if isinstance(leaf, OwnBlocks):
-        return leaf.package
-    for package, (path, names) in _CLASSES.items():
+    for package, (path, *names) in _CLASSES.items():
         module = sys.modules.get(path)  # `getattr` copes with one that is only half imported
         if isinstance(leaf, tuple(getattr(module, n) for n in names if hasattr(module, n))):
             return package

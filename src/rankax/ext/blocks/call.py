@@ -28,53 +28,57 @@ from rankax.call.kernels import KernelCall, is_array, is_number
 from rankax.core.base.messages import listed, plural, traced_as
 from rankax.core.base.trees import leaves_with_names
 from rankax.core.plan.schedule import Plan
-from rankax.core.reduce.run import Reductions, trace_reduced
+from rankax.core.reduce.run import trace_reduced
 from rankax.ext.blocks import programs
-from rankax.ext.blocks.arrays import blocks_of, in_blocks
-from rankax.ext.blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
+from rankax.ext.blocks.arrays import blocks_of
+from rankax.ext.blocks.backend import Batch, BatchChunks, Input, small_blocks
 from rankax.ext.runs import RunStates
 
+# Options that blocks cannot have, and why.
+_REFUSED = {
+    "progress": "cannot be reported from blocks, which are evaluated elsewhere; use the progress "
+    "bar or the dashboard of the scheduler",
+    "batch_shape": "has no chunks, by which {evaluator} would evaluate it; pass a {package} array "
+    "that has these axes",
+    "bucket": "pads the arrays of a call, but {package} evaluates each block at its own length; "
+    "give the chunks only a few lengths",
+}
 
-def call_on_blocks(mapped: Any, call: KernelCall, options: Options) -> Any:
-    """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
-    kernel = call.kernel
-    site = f"{kernel.name}()"
+
+def call_on_blocks(mapped: Any, call: KernelCall, options: Options, backend: Any = None) -> Any:
+    """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks.
+
+    Without a ``backend``, it is the one of the package of these arrays.
+    """
+    site = call.site
     package, leaves = _checked_leaves(call)
     evaluator = "rankax.stream" if package == "streamed" else package
-    refused = {
-        "progress": "cannot be reported from blocks, which are evaluated elsewhere; use the "
-        "progress bar or the dashboard of the scheduler",
-        "batch_shape": f"has no chunks, by which {evaluator} would evaluate it; pass a {package} "
-        "array that has these axes",
-        "bucket": f"pads the arrays of a call, but {package} evaluates each block at its own "
-        "length; give the chunks only a few lengths",
-    }
-    for name, why in refused.items():
+    for name, why in _REFUSED.items():
         if (value := getattr(options, name)) != getattr(DEFAULTS, name):
             raise TypeError(
-                f"{site}: {name}={value!r} {why}, and "
-                f"{kernel.name}.with_options({name}={getattr(DEFAULTS, name)})"
+                f"{site}: {name}={value!r} {why.format(evaluator=evaluator, package=package)}, and "
+                f"{call.name}.with_options({name}={getattr(DEFAULTS, name)})"
             )
     call = dataclasses.replace(call, leaves=leaves)
     plan = call.plan(options)
     if plan.splits:
-        path = call.structure.paths[plan.splits[0].position]
+        path = call.paths[plan.splits[0].position]
         raise TypeError(
             f"{site}: {path} has the rank SplitKey, but {evaluator} evaluates block by block, and "
             "each block would count its items from 0 and draw the same numbers; pass a key for "
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )
+    backend = backend or importlib.import_module(f"rankax.ext.blocks.on_{package}")
     inputs = [
-        (planned, *_as_input(call.leaves[place], place, planned.core_shape))
+        (planned, *_as_input(leaves[place], place, planned.core_shape))
         for planned, place in zip(plan.leaves, call.ranked, strict=True)
     ]
-    backend: Backend = importlib.import_module(f"rankax.ext.blocks.on_{package}").BACKEND
     lazy = [(planned, value) for planned, _, value in inputs if blocks_of(value)]
-    chunks = _batch_chunks(plan, lazy, site, None if backend.can_rechunk else package)
+    chunks = _batch_chunks(plan, lazy, site, None if backend.CAN_RECHUNK else package)
     # Numbers first. Of the arrays, those with core axes: cubed 0.27 unwraps blocks along axes that
     # the output lacks only if the first array has such axes.
     inputs.sort(key=lambda each: (not is_number(each[2]), not each[1].item.shape))
-    ranks = zip(call.leaves, call.structure.ranks, strict=True)
+    ranks = zip(leaves, call.structure.ranks, strict=True)
     setup = programs.Setup(
         mapped,
         options.replace(reduce=None, reduce_axis=None, jit=False),
@@ -85,12 +89,16 @@ def call_on_blocks(mapped: Any, call: KernelCall, options: Options) -> Any:
         tuple(leaf for _, leaf, _ in inputs),
     )
     numbers = [value for _, _, value in inputs if is_number(value)]
-    arrays = [
-        _input(backend, chunks, planned, leaf.item, value, like=lazy[0][1])
-        for planned, leaf, value in inputs[len(numbers) :]
-    ]
-    on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, site)
-    return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.maps()
+    arrays: list[Input] = []
+    for planned, leaf, value in inputs[len(numbers) :]:
+        axes = tuple(range(len(chunks) - len(planned.batch_axes), len(chunks)))
+        cuts = [
+            chunks[axis] if size == sum(chunks[axis]) else (size,)  # an axis of length 1 broadcasts
+            for size, axis in zip(planned.batch_axes, axes, strict=True)
+        ]
+        cuts += [(size,) for size in leaf.item.shape]
+        arrays.append(Input(backend.cut(value, tuple(cuts), lazy[0][1]), axes, leaf.item))
+    return _evaluated(backend, setup, plan, Batch(numbers, arrays, chunks), site)
 
 
 def _checked_leaves(call: KernelCall) -> tuple[str, list[Any]]:
@@ -113,11 +121,15 @@ def _checked_leaves(call: KernelCall) -> tuple[str, list[Any]]:
                 f"{subject}, but it has no rank, so every item would receive all of it; give it a "
                 "rank, or compute it first"
             )
-        if package == "xarray":
-            raise in_blocks(package, kernel.name, path)
-        if package:
+        if package and package != "xarray":
             first.setdefault(package, f"{path} is a {package} array")
-            _check_blocks(leaf, subject, path)
+            check_dtype(leaf.dtype, subject, path)
+            for axis, size in enumerate(leaf.shape):
+                if size != size:  # dask has nan for an unknown length
+                    raise ValueError(
+                        f"{subject} of unknown length along axis {axis}; call "
+                        f"{path}.compute_chunk_sizes() first"
+                    )
         elif rank is not None and not (is_array(leaf) or is_number(leaf)):
             leaf = kernel.converted(leaf, path, shapes_only=False)
         if rank is not None and rank.is_key:
@@ -129,16 +141,6 @@ def _checked_leaves(call: KernelCall) -> tuple[str, list[Any]]:
             "call; convert one"
         )
     return next(iter(first)), leaves[: len(call.leaves)]
-
-
-def _check_blocks(value: Any, subject: str, path: str) -> None:
-    check_dtype(value.dtype, subject, path)
-    for axis, size in enumerate(value.shape):
-        if size != size:  # dask has nan for an unknown length
-            raise ValueError(
-                f"{subject} of unknown length along axis {axis}; call "
-                f"{path}.compute_chunk_sizes() first"
-            )
 
 
 def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[programs.Leaf, Any]:
@@ -155,7 +157,7 @@ def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[programs.L
         return programs.Leaf(place, item), value
     value = value if blocks_of(value) else np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
-    is_ragged = getattr(value, "lengths", None) is not None
+    is_ragged = getattr(value, "bounds", None) is not None
     return programs.Leaf(place, jax.ShapeDtypeStruct(core, dtype), is_ragged=is_ragged), value
 
 
@@ -218,116 +220,90 @@ def _batch_chunks(
                 "them again; rechunk one of them"
             )
         ends = sorted({end for cut in cuts for end in itertools.accumulate(cut)} - {0})
-        ways = [(size,), *cuts]  # one way of cutting may have chunks of length 0
-        chunks.append(ways[-1] if len(cuts) < 2 else tuple(np.diff(ends, prepend=0).tolist()))
+        chunks.append(tuple(np.diff(ends, prepend=0).tolist()) or (size,))
     return tuple(chunks)
 
 
-def _input(
-    backend: Backend, chunks: BatchChunks, leaf: Any, item: Any, value: Any, *, like: Any
-) -> Input:
-    axes = tuple(range(len(chunks) - len(leaf.batch_axes), len(chunks)))
-    cuts = [
-        chunks[axis] if size == sum(chunks[axis]) else (size,)  # an axis of length 1 is broadcast
-        for size, axis in zip(leaf.batch_axes, axes, strict=True)
-    ]
-    core = [(size,) for size in item.shape]
-    return Input(backend.cut(value, (*cuts, *core), like), axes, item)
+def _evaluated(backend: Any, setup: programs.Setup, plan: Plan, batch: Batch, site: str) -> Any:
+    """Return the outputs of a call that has been checked."""
+    out = jax.eval_shape(setup.on_item, *(leaf.item for leaf in setup.inputs))
+    for path, leaf in leaves_with_names(out, "output"):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"{site}: {path} is a PRNG key, which no array in blocks can hold; "
+                "return jax.random.key_data of it"
+            )
+    items, treedef = jax.tree.flatten(out)
 
-
-@dataclasses.dataclass(frozen=True)
-class _BlockCall:
-    """A call that has been checked, and its arrays as inputs of the backend."""
-
-    setup: programs.Setup
-    plan: Plan
-    backend: Backend
-    batch: Batch
-    numbers: list[Any]
-    site: str  # how an error message begins
-
-    def maps(self) -> Any:
-        """Return the outputs of all items."""
-        outs, treedef = jax.tree.flatten(self.outputs_of_item())
-        return treedef.unflatten(self.map(outs, tuple(range(len(outs)))))
-
-    def outputs_of_item(self) -> Any:
-        """Return what the kernel returns for one item, as shapes and dtypes."""
-        out = jax.eval_shape(self.setup.on_item, *(leaf.item for leaf in self.setup.inputs))
-        for path, leaf in leaves_with_names(out, "output"):
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                raise TypeError(
-                    f"{self.site}: {path} is a PRNG key, which no array in blocks can hold; "
-                    "return jax.random.key_data of it"
-                )
-        return out
-
-    def map(self, outs: Sequence[Any], only: tuple[int, ...]) -> list[Any]:
-        """Return some of the outputs of all items."""
+    def outputs(only: Sequence[int]) -> list[Any]:
         if not only:
             return []
-        fun = programs.OnBlocks.of(programs.MapBlock(self.setup, only), self.numbers)
-        return self.backend.map(fun, self.batch, [outs[i] for i in only])
+        step = functools.partial(programs.outputs, only=tuple(only))
+        program = programs.kept(programs.Program(setup, step))
+        return backend.map_blocks(program, batch, [items[i] for i in only])
 
-    def reduced(self, reductions: Reductions) -> Any:
-        """Return the reduced outputs: states of blocks, merged in a tree, and the result of these.
+    if (reductions := setup.reductions) is None:
+        return treedef.unflatten(outputs(range(len(items))))
+    if reductions.are_ordered:
+        _check_order(plan, batch.chunks, site)
+    runs, values = _reduced(backend, setup, plan, batch)
+    entries = enumerate(reductions.of_outputs(out))
+    kept = iter(outputs([i for i, entry in entries if entry.is_kept]))
+    both = zip(runs.outputs, reductions.entries, strict=True)
+    return runs.assemble(
+        values, [[next(kept) for _ in own.avals] if r.is_kept else [] for own, r in both]
+    )
 
-        A reduction whose merge does not commute needs the blocks in the order of the items. Of
-        equal items, the one with the smaller index wins, because the items of one block may come
-        between those of another.
-        """
-        axes = self.plan.reduced
-        self._check_order(reductions, axes)
-        out = self.outputs_of_item()
-        sizes = tuple(self.plan.batch_shape[axis] for axis in axes)
-        on_item = traced_as(self.setup.mapped.spec.fun)(functools.partial(self.setup.on_counted))
-        items = [leaf.item for leaf in self.setup.inputs]
-        traced = trace_reduced(on_item, items, reductions, math.prod(sizes))
-        runs = RunStates(reductions, traced.outputs, sizes)
 
-        chunks, first = self.batch.chunks, self.batch.inputs[0].array
-        place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
-        positions = [Input(self.backend.positions(chunks[a], first), (a,), place) for a in axes]
-        batch = Batch([*self.batch.inputs, *positions], chunks)
-        block = programs.StateOfBlock(self.setup, axes, sizes, runs.outputs, None, ()).unbounded()
-        values = *items[: len(self.numbers)], *small_blocks(batch.inputs)
-        states, states_tree = jax.tree.flatten(jax.eval_shape(block.traced, *values))
-        kept = len(chunks) - len(axes)
-        leaves = tuple(jax.ShapeDtypeStruct(x.shape[kept:], x.dtype) for x in states)
-        results, treedef = jax.tree.flatten(
-            jax.eval_shape(lambda x: runs.finish(states_tree.unflatten(x)), leaves)
-        )
+def _reduced(
+    backend: Any, setup: programs.Setup, plan: Plan, batch: Batch
+) -> tuple[RunStates, Any]:
+    """Return the results of reductions: states of blocks, merged in a tree, and what these give.
 
-        entries = enumerate(reductions.of_outputs(out))
-        kept = iter(
-            self.map(jax.tree.leaves(out), tuple(i for i, entry in entries if entry.is_kept))
-        )
-        both = zip(runs.outputs, reductions.entries, strict=True)
-        whole = [[next(kept) for _ in own.avals] if r.is_kept else [] for own, r in both]
-        if not results:
-            return runs.assemble(treedef.unflatten([]), whole)
+    A reduction whose merge does not commute needs the blocks in the order of the items. Of
+    equal items, the one with the smaller index wins, because the items of one block may come
+    between those of another.
+    """
+    axes, chunks = plan.reduced, batch.chunks
+    sizes = tuple(plan.batch_shape[axis] for axis in axes)
+    on_item = traced_as(setup.mapped.spec.fun)(functools.partial(setup.on_counted))
+    items = [leaf.item for leaf in setup.inputs]
+    traced = trace_reduced(on_item, items, setup.reductions, math.prod(sizes))
+    states = programs.States(axes, sizes, len(chunks) - len(axes), traced.outputs)
+    runs = states.runs(setup)
 
-        fields = self.setup, axes, sizes, runs.outputs, states_tree, leaves
-        state = programs.OnBlocks.of(programs.StateOfBlock(*fields), self.numbers)
-        packed = self.backend.reduce(
-            state, programs.OnBlocks.of(programs.MergeStates(*fields)), batch, axes
-        )
-        chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
-        item = jax.ShapeDtypeStruct((programs.record(leaves).itemsize,), np.dtype(np.uint8))
-        merged = Input(packed, tuple(range(len(chunks))), item)
-        finish = programs.OnBlocks.of(programs.ResultOfStates(*fields))
-        values = self.backend.map(finish, Batch([merged], chunks), results)
-        return runs.assemble(treedef.unflatten(values), whole)
+    place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
+    first = batch.inputs[0].array
+    positions = [Input(backend.positions(chunks[a], first), (a,), place) for a in axes]
+    batch = batch._replace(inputs=[*batch.inputs, *positions])
+    small = *items[: len(batch.numbers)], *small_blocks(batch.inputs)
+    of_small, treedef = jax.tree.flatten(
+        jax.eval_shape(functools.partial(states.of_block, setup.unbounded), *small)
+    )
+    states = states._replace(treedef=treedef)
+    items = [jax.ShapeDtypeStruct(x.shape[len(chunks) :], x.dtype) for x in of_small]
+    of_row = functools.partial(states._replace(kept=0).result, setup)
+    results, treedef = jax.tree.flatten(jax.eval_shape(of_row, *items))
+    if not results:
+        return runs, treedef.unflatten([])
 
-    def _check_order(self, reductions: Reductions, axes: Sequence[int]) -> None:
-        """Refuse chunks along more than the first reduced axis if the order of items matters."""
-        if not reductions.are_ordered:
-            return
-        first = next((axis for axis in axes if self.plan.batch_shape[axis] > 1), None)
-        for axis in axes:
-            if len(chunks := self.batch.chunks[axis]) > 1 and axis != first:
-                raise ValueError(
-                    f"{self.site}: Fold merges items in order, so only the first of the reduced "
-                    f"axes can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
-                    "to one chunk"
-                )
+    new = programs.Program
+    state = programs.kept(new(setup, states.of_block, returns=items))
+    merge = programs.kept(new(setup, states.merged, takes=items, returns=items))
+    finish = programs.kept(new(setup, states.result, takes=items))
+    merged = backend.reduce_blocks(state, merge, batch, axes)
+    chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
+    item = programs.packed_item(items)
+    whole = Batch((), [Input(merged, tuple(range(len(chunks))), item)], chunks)
+    return runs, treedef.unflatten(backend.map_blocks(finish, whole, results))
+
+
+def _check_order(plan: Plan, chunks: BatchChunks, site: str) -> None:
+    """Refuse chunks along more than the first reduced axis, where the order of items matters."""
+    cut = [axis for axis in plan.reduced if plan.batch_shape[axis] > 1][1:]
+    for axis in cut:
+        if len(chunks[axis]) > 1:
+            raise ValueError(
+                f"{site}: Fold merges items in order, so only the first of the reduced axes can be "
+                f"cut, but batch axis {axis} has chunks {chunks[axis]}; rechunk it to one chunk"
+            )

@@ -1,75 +1,46 @@
 # SPDX-License-Identifier: MIT
-"""Dask arrays, on any scheduler.
-
-Maps use `apply_gufunc`; reductions use a state for each block (`blockwise`) and a tree of merges
-(`da.reduction`).
-"""
+"""Dask arrays, on any scheduler."""
 
 import importlib
-from collections import ChainMap
 from typing import Any
 
 import jax
 import numpy as np
 
-from rankax.ext.blocks.backend import Batch, BatchChunks, blockwise_arguments
-from rankax.ext.blocks.programs import Items, OnBlocks, record
+from rankax.ext.blocks.backend import Batch, BatchChunks, blockwise, map_packed
+from rankax.ext.blocks.programs import Items, Program, packed_item
 
 # Imported by name because a type checker need not have dask installed.
 da: Any = importlib.import_module("dask.array")
 
-
-class _Dask:
-    can_rechunk = True
-
-    def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Any:
-        del like
-        if not isinstance(value, da.Array):
-            return da.from_array(value, chunks=chunks)
-        return value if value.chunks == chunks else value.rechunk(chunks)
-
-    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
-        ins = [_core_axes(f"i{n}", i.item) for n, i in enumerate(batch.inputs)]
-        sizes = [_core_axes(f"o{n}", item) for n, item in enumerate(items)]
-        sides = [",".join(f"({','.join(names)})" for names in side) for side in (ins, sizes)]
-        dtypes = [item.dtype for item in items]
-        outs = da.apply_gufunc(
-            fun,
-            "->".join(sides),
-            *(i.array for i in batch.inputs),
-            output_dtypes=dtypes[0] if len(dtypes) == 1 else dtypes,
-            output_sizes=dict(ChainMap(*sizes)),
-        )
-        return [outs] if len(dtypes) == 1 else list(outs)
-
-    def positions(self, lengths: tuple[int, ...], like: Any) -> Any:
-        del like
-        return da.arange(sum(lengths), chunks=(lengths,))
-
-    def reduce(self, state: OnBlocks, merge: OnBlocks, batch: Batch, axes: tuple[int, ...]) -> Any:
-        arguments, bytes_axis = blockwise_arguments(batch)
-        count = len(batch.chunks)
-        states = da.blockwise(
-            state,
-            (*range(count), bytes_axis),
-            *arguments,
-            adjust_chunks={axis: (1,) * len(batch.chunks[axis]) for axis in axes},
-            new_axes={bytes_axis: record(state.program.items).itemsize},
-            concatenate=True,
-            dtype=np.uint8,
-            meta=np.empty((0,) * (count + 1), np.uint8),
-        )
-        meta = np.empty((0,) * (count + 1 - len(axes)), np.uint8)
-        return da.reduction(states, _unchanged, merge, axis=axes, dtype=np.uint8, meta=meta)
+CAN_RECHUNK = True
 
 
-def _core_axes(name: str, item: jax.ShapeDtypeStruct) -> dict[str, int]:
-    """Name each core axis differently: whether some agree has been checked before."""
-    return {f"{name}_{axis}": size for axis, size in enumerate(item.shape)}
+def cut(value: Any, chunks: BatchChunks, like: Any) -> Any:
+    del like
+    return value.rechunk(chunks) if isinstance(value, da.Array) else da.from_array(value, chunks)
+
+
+def positions(lengths: tuple[int, ...], like: Any) -> Any:
+    del like
+    return da.arange(sum(lengths), chunks=(lengths,))
+
+
+def map_blocks(program: Program, batch: Batch, items: Items) -> list[Any]:
+    return map_packed(_blockwise, program, batch, items)
+
+
+def reduce_blocks(state: Program, merge: Program, batch: Batch, axes: tuple[int, ...]) -> Any:
+    states = _blockwise(state, batch, packed_item(state.returns), axes)
+    meta = np.empty((0,) * (states.ndim - len(axes)), states.dtype)
+    named = {"name": merge.__name__, "dtype": states.dtype, "meta": meta}
+    return da.reduction(states, _unchanged, merge.along, axis=axes, **named)
+
+
+def _blockwise(fun: Any, batch: Batch, item: jax.ShapeDtypeStruct, reduced: Any = ()) -> Any:
+    meta = np.empty((0,) * (len(batch.chunks) + len(item.shape)), item.dtype)
+    return blockwise(da.blockwise, fun, batch, item, reduced, concatenate=True, meta=meta)
 
 
 def _unchanged(block: Any, **_: Any) -> Any:
     return block
-
-
-BACKEND = _Dask()

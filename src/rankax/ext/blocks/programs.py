@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: MIT
 """The programs of a call on blocks: what one task evaluates, in any process.
 
-A task graph holds `OnBlocks`, which takes NumPy arrays, returns NumPy arrays and can be pickled.
-Each task unpickles a copy of it, and a copy must not compile the kernel again. The compiled
-function therefore belongs to a `Program`, and each process keeps one program per pickle.
+A task graph holds a `Program`, which takes NumPy arrays, returns NumPy arrays and can be pickled.
+Each task unpickles a copy of it, and a copy must not compile the kernel again. So each process
+keeps one program per pickle, with what it has compiled (`kept`).
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib
+import itertools
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from rankax.core.base.cache import Kept
 from rankax.core.base.trees import check_outputs
 from rankax.core.reduce.protocol import FILL, Marked, Outputs
 from rankax.ext.blocks.checksum import checksum
+from rankax.ext.jit import compiled_parts
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.results import call_ragged
 from rankax.ext.ragged.type import Ragged
@@ -34,8 +37,6 @@ from rankax.pipeline import evaluate
 
 Array = np.ndarray[Any, Any]
 Items = Sequence[jax.ShapeDtypeStruct]  # one item of each of several arrays
-
-_MOST_KEPT = 128  # programs
 
 
 def in_native_order(array: Any) -> Any:
@@ -57,6 +58,11 @@ def record(items: Items) -> Any:
     """
     fields = [(f"{n}", item.dtype, item.shape) for n, item in enumerate(items)]
     return np.dtype(fields if np.dtype(fields).itemsize else [*fields, ("none", np.uint8)])
+
+
+def packed_item(items: Items) -> jax.ShapeDtypeStruct:
+    """Return one item of several arrays in one, as bytes."""
+    return jax.ShapeDtypeStruct((record(items).itemsize,), np.dtype(np.uint8))
 
 
 def packed(items: Items, arrays: Sequence[Any]) -> Array:
@@ -97,6 +103,12 @@ class Setup:
     shared: Shared | None = None  # the shapes of blocks with ragged items
 
     @property
+    def unbounded(self) -> Setup:
+        """The same without a bound on memory."""
+        options = self.options.replace(chunk_size=None, memory_limit=None)
+        return dataclasses.replace(self, options=options)
+
+    @property
     def is_ragged(self) -> bool:
         """Whether the kernel has ragged arguments."""
         return any(leaf.is_ragged for leaf in self.inputs)
@@ -116,7 +128,7 @@ class Setup:
                 leaves[place] = jax.random.wrap_key_data(value, impl=key_impl)
         return rebind(self.mapped.spec, self.shell, leaves, dict(self.others))
 
-    def evaluated(self, values: Sequence[Any], options: Options) -> Any:
+    def evaluate(self, values: Sequence[Any], options: Options) -> Any:
         """Evaluate a call; with a `Ragged` among the values, as the kernel itself does."""
         call = self.call(values)
         if not any(isinstance(value, Ragged) for value in values):
@@ -129,7 +141,7 @@ class Setup:
         spec = self.mapped.with_explicit(given, self.mapped.spec.name).spec
         arguments = call.arguments
         call = bind(spec, arguments.args, arguments.kwargs, takes_nodes=True)
-        return call_ragged(call, spec.part(), shared=self.shared)
+        return call_ragged(call, compiled_parts(spec), shared=self.shared)
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""
@@ -151,189 +163,151 @@ CONFIG: dict[str, Any] = {
 }
 
 
+# What a program does with JAX arrays: first the numbers of a call, then a block of each array.
+
+
+def outputs(setup: Setup, *values: Any, only: Sequence[int]) -> list[Any]:
+    """Return some of the outputs of all items of a block."""
+    outs = jax.tree.leaves(setup.evaluate(values, setup.options))
+    return [outs[i] for i in only]
+
+
+class States(NamedTuple):
+    """The states of a reduction: those of a block, merged ones, and the results."""
+
+    axes: tuple[int, ...]  # the reduced axes of the batch
+    sizes: tuple[int, ...]  # their lengths in the whole batch
+    kept: int  # how many other axes the batch has
+    outputs: tuple[Outputs, ...]  # of one item
+    treedef: Any = None  # of the states
+
+    def runs(self, setup: Setup) -> RunStates:
+        """Return the operations on states; the kernel has the reductions."""
+        return RunStates(setup.reductions, self.outputs, self.sizes)
+
+    def of_block(self, setup: Setup, *values: Any) -> list[Any]:
+        """Return the states of a block, which have length 1 along each reduced axis.
+
+        The indices along each reduced axis follow the other arrays.
+        """
+        values, indices = values[: len(setup.inputs)], values[len(setup.inputs) :]
+        runs, reductions = self.runs(setup), setup.reductions
+        of_run = reductions.for_runs(runs.size)
+        out = setup.evaluate(values, setup.options.replace(reduce=of_run, reduce_axis=self.axes))
+        starts = [index[0] if len(index) else 0 for index in indices]
+        states = reductions.structure.flatten_up_to(out)
+        states = runs.renumber(states, list(map(len, indices)), starts)
+        pairs = zip(reductions.entries, states, strict=True)
+        states = [() if entry.is_kept else state for entry, state in pairs]
+        return jax.tree.map(lambda x: jnp.expand_dims(x, self.axes), states)
+
+    def merged(self, setup: Setup, *values: Any) -> list[Any]:
+        """Return the states of two blocks as one; the second one follows the first."""
+        count = len(values) // 2
+        one, other = map(self.treedef.unflatten, (values[:count], values[count:]))
+        return self.runs(setup).merge_two(one, other, self.kept)
+
+    def result(self, setup: Setup, *values: Any) -> list[Any]:
+        """Return the reduced outputs, from the states of all items."""
+        return self.runs(setup).finish(self.treedef.unflatten(values), self.kept)
+
+
 @dataclasses.dataclass(eq=False)
 class Program:
-    """A function of the numbers of a call and one block of each array, and its compiled form."""
+    """A function of the numbers of a call and one block of each array, and its compiled form.
+
+    Attributes
+    ----------
+    setup : Setup
+    step : callable
+        Takes the setup and JAX arrays, and returns a pytree of JAX arrays.
+    takes, returns : sequence of jax.ShapeDtypeStruct, optional
+        The items of arrays that arrive, or leave, as bytes: those of a `record`.
+    payload : bytes, optional
+        The pickle of a program that is `kept`.
+    """
 
     setup: Setup
+    step: Callable[..., Any]
+    takes: Items = ()
+    returns: Items = ()
+    payload: bytes | None = None
 
     def __post_init__(self) -> None:
+        self.__name__ = self.setup.mapped.spec.name
         options = dict(self.setup.options.compiler_options or ())
-        self.compiled = jax.jit(self.traced, compiler_options=options)  # one for all threads
+        self._traced = functools.partial(self.step, self.setup)
+        self._compiled = jax.jit(self._traced, compiler_options=options)  # one for all threads
 
-    def __reduce__(self) -> Any:
-        # The compiled form belongs to this process.
-        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-
-    def traced(self, *values: Any) -> Any:
-        """Return the outputs as JAX arrays."""
-        raise NotImplementedError
-
-    def evaluated(self, *values: Any) -> list[Array]:
-        """Return the leaves of the outputs as writable NumPy arrays."""
+    def __call__(self, *values: Any) -> Any:
+        """Evaluate one block; return a writable NumPy array, or a tuple of several."""
+        if self.takes:
+            values = tuple(x for data in values for x in unpacked(self.takes, data))
         is_ragged = any(isinstance(x, Ragged) for x in values)
         values = jax.tree.map(as_input, values)
         with contextlib.ExitStack() as stack:
             for name, value in self.setup.config.items():
                 stack.enter_context(CONFIG[name](value))
-            outs = (self.traced if is_ragged else self.compiled)(*values)
-            return [np.array(out) for out in jax.tree.leaves(outs)]
+            outs = (self._traced if is_ragged else self._compiled)(*values)
+            outs = tuple(np.array(out) for out in jax.tree.leaves(outs))
+        if self.returns:
+            return packed(self.returns, outs)
+        return outs[0] if len(outs) == 1 else outs
 
-    def __call__(self, *values: Any) -> Any:
-        """Evaluate one block; return an array, or a tuple of several."""
-        outs = self.evaluated(*values)
-        return outs[0] if len(outs) == 1 else tuple(outs)
-
-    def unbounded(self) -> Self:
-        """Return the same without a bound on memory."""
-        options = self.setup.options.replace(chunk_size=None, memory_limit=None)
-        return dataclasses.replace(self, setup=dataclasses.replace(self.setup, options=options))
-
-
-@dataclasses.dataclass(eq=False)
-class MapBlock(Program):
-    """The outputs of all items of a block."""
-
-    only: tuple[int, ...]  # the leaves of the output to return
-
-    def traced(self, *values: Any) -> Any:
-        outs = jax.tree.leaves(self.setup.evaluated(values, self.setup.options))
-        return [outs[i] for i in self.only]
-
-
-@dataclasses.dataclass(eq=False)
-class StateProgram(Program):
-    """One step of a reduction whose states are packed."""
-
-    axes: tuple[int, ...]  # the reduced axes of the batch
-    sizes: tuple[int, ...]  # their lengths in the whole batch
-    outputs: tuple[Outputs, ...]  # of one item
-    treedef: Any  # of the states
-    items: Items  # their leaves
-
-    @property
-    def runs(self) -> RunStates:
-        """The operations on states of blocks; the kernel has the reductions."""
-        return RunStates(self.setup.reductions, self.outputs, self.sizes)
-
-
-class StateOfBlock(StateProgram):
-    """The packed states of one block, which has length 1 along each reduced axis.
-
-    The indices along each reduced axis follow the other arrays.
-    """
-
-    def traced(self, *values: Any) -> Any:
-        count, reductions = len(self.setup.inputs), self.runs.reductions
-        of_run = reductions.for_runs(self.runs.size)
-        options = self.setup.options.replace(reduce=of_run, reduce_axis=self.axes)
-        states = self.setup.evaluated(values[:count], options)
-        states = reductions.structure.flatten_up_to(states)
-        shape = [index.shape[0] for index in values[count:]]
-        starts = [index[0] if index.shape[0] else 0 for index in values[count:]]
-        states = self.runs.renumber(states, shape, starts)
-        pairs = zip(reductions.entries, states, strict=True)
-        return [() if entry.is_kept else state for entry, state in pairs]
-
-    def __call__(self, *values: Any) -> Any:
-        return np.expand_dims(packed(self.items, self.evaluated(*values)), self.axes)
-
-
-class MergeStates(StateProgram):
-    """Packed states, merged along some axes, in their order."""
-
-    def traced(self, *values: Any) -> Any:
-        count = len(values) // 2
-        one, other = map(self.treedef.unflatten, (values[:count], values[count:]))
-        return self.runs.merge_two(one, other, values[0].ndim - len(self.items[0].shape))
-
-    def __call__(self, *values: Any, axis: Sequence[int] = (), keepdims: bool = True) -> Any:
+    def along(self, states: Any, axis: Sequence[int], keepdims: bool = True) -> Any:
+        """Merge states along some axes in their order, with arguments as of `numpy.sum`."""
         axes = tuple(axis)
-        in_front = np.moveaxis(values[0], axes, range(len(axes)))
-        rows = in_front.reshape(-1, *in_front.shape[len(axes) :])
-        states = (unpacked(self.items, row) for row in rows)
-        merged = functools.reduce(lambda a, b: self.evaluated(*a, *b), states)
-        whole = packed(self.items, merged)
+        in_front = np.moveaxis(states, axes, range(len(axes)))
+        whole = functools.reduce(self, in_front.reshape(-1, *in_front.shape[len(axes) :]))
         return np.expand_dims(whole, axes) if keepdims else whole
 
+    def nonfinite(self, *values: Any) -> Any:
+        """Return which items of a block are not finite."""
+        values = jax.tree.map(as_input, values[: len(self.setup.inputs)])  # without indices
+        call, limit = self.setup.call(values).arguments, self.setup.options.memory_limit
+        mapped = self.setup.mapped.with_options(memory_limit=limit, progress=False)
+        return mapped.nonfinite(*call.args, **call.kwargs)
 
-class ResultOfStates(StateProgram):
-    """The reduced outputs, from the packed state of all items."""
-
-    def traced(self, *values: Any) -> Any:
-        states = self.treedef.unflatten(values)
-        return self.runs.finish(states, values[0].ndim - len(self.items[0].shape))
-
-    def __call__(self, *values: Any) -> Any:
-        return super().__call__(*unpacked(self.items, *values))
-
-
-_programs: Kept[Program] = Kept(_MOST_KEPT, "programs of blocks")
-
-
-class OnBlocks:
-    """A program and the numbers of one call, for the tasks of a graph."""
-
-    def __init__(self, program: Any, numbers: tuple[Any, ...], payload: bytes | None) -> None:
-        self.program = program
-        self.numbers = numbers
-        self._payload = payload
-        self.__name__ = program.setup.mapped.spec.name
-
-    @classmethod
-    def of(cls, program: Program, numbers: Sequence[Any] = ()) -> Self:
-        """Find the program that an equal call has compiled, and pickle it."""
-        try:
-            payload = _pickled(program)
-        except Exception:  # whatever a class raises; it matters only where it leaves this process
-            return cls(program, tuple(numbers), None)
-        return cls(_programs.get_or_make(payload, lambda: program), tuple(numbers), payload)
-
-    @property
-    def limit(self) -> int:
-        """The kernel's memory limit in bytes; 0 if it has none, or one that is a share."""
-        limit = self.program.setup.options.memory_limit
-        return limit if isinstance(limit, int) else 0  # a share depends on the machine that runs it
-
-    @property
-    def reductions(self) -> Sequence[Any]:
-        """The kernel's reductions, if there are any."""
-        reductions = self.program.setup.reductions
-        return reductions.entries if reductions else ()
-
-    def called(self, blocks: Sequence[Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Return the kernel, with the memory limit of blocks, and its arguments of one block."""
-        setup = self.program.setup
-        values = jax.tree.map(as_input, [*self.numbers, *blocks])
-        call = setup.call(values[: len(setup.inputs)]).arguments  # without indices
-        options = setup.options
-        mapped = setup.mapped.with_options(memory_limit=options.memory_limit, progress=False)
-        return mapped, call.args, call.kwargs
-
-    def digest(self, blocks: Sequence[Any]) -> str:
-        """Return a digest of the program for such blocks, equal in each process."""
-        parts: list[Any] = [jax.make_jaxpr(self.program.unbounded().traced)(*self.numbers, *blocks)]
-        for fields in map(vars, self.reductions):  # the program has their functions
+    def digest(self, *values: Any) -> str:
+        """Return a digest of the program for values of these shapes, equal in each process."""
+        if self.takes:
+            batches = [data.shape[:-1] for data in values]
+            values = tuple(
+                jax.ShapeDtypeStruct((*batch, *item.shape), item.dtype)
+                for batch, item in itertools.product(batches, self.takes)
+            )
+        traced = functools.partial(self.step, self.setup.unbounded)
+        parts: list[Any] = [jax.make_jaxpr(traced)(*values)]
+        reductions = self.setup.reductions
+        for fields in map(vars, reductions.entries if reductions else ()):
+            # The program has their functions.
             parts += [item for item in fields.items() if not callable(item[1])]
         return checksum(parts)
 
-    def __call__(self, *blocks: Any, **options: Any) -> Any:
-        """Evaluate one block."""
-        return self.program(*self.numbers, *blocks, **options)
-
     def __reduce__(self) -> Any:
-        # Pickling again raises what `of` ignored.
-        return _from_payload, (self._payload or _pickled(self.program), self.numbers)
+        return _unpickled, (self.payload or _pickled(self),)  # raises what `kept` ignored
 
     def __dask_tokenize__(self) -> Any:
-        if self._payload is None:
-            return uuid.uuid4().hex
-        return hashlib.sha256(self._payload).hexdigest(), repr(self.numbers)
+        return uuid.uuid4().hex if self.payload is None else self.payload
 
 
-def _from_payload(payload: bytes, numbers: tuple[Any, ...]) -> OnBlocks:
-    return OnBlocks(_programs.get_or_make(payload, lambda: pickle.loads(payload)), numbers, payload)
+_programs: Kept[Program] = Kept(128, "programs of blocks")
+
+
+def kept(program: Program) -> Program:
+    """Return the program that an equal call has compiled, or this one."""
+    try:
+        payload = _pickled(program)
+    except Exception:  # whatever a class raises; it matters only where it leaves this process
+        return program
+    return _programs.get_or_make(payload, lambda: dataclasses.replace(program, payload=payload))
+
+
+def _unpickled(payload: bytes) -> Program:
+    return _programs.get_or_make(payload, lambda: Program(*pickle.loads(payload), payload=payload))
 
 
 def _pickled(program: Program) -> bytes:
-    return importlib.import_module("cloudpickle").dumps(program)  # for arrays in blocks only
+    # Imported for arrays in blocks only. The compiled form belongs to this process.
+    dumps = importlib.import_module("cloudpickle").dumps
+    return dumps((program.setup, program.step, program.takes, program.returns))

@@ -303,12 +303,12 @@ class Loop:
 
 
 # Takes a loop, the first carry and the items; returns the last carry and the tree of all outputs.
-Schedule = Callable[[Loop, Any, Any], tuple[Any, Any]]
+Plan = Callable[[Loop, Any, Any], tuple[Any, Any]]
 
 
 def run_scan(
     call: ScanCall,
-    choose: Callable[[Loop, ItemProgram, Any], tuple[Schedule, bool, Hashable]],
+    choose: Callable[[Loop, ItemProgram, Any], tuple[Plan, bool, Hashable]],
     kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
     """Trace the body, choose a schedule and whether it reads ``xs`` in place, and run it.
@@ -353,7 +353,7 @@ def run_scan(
 
 
 def _run_schedule(
-    schedule: Schedule,
+    schedule: Plan,
     loop: Loop,
     jaxpr: Jaxpr,
     reports: Reports | None,
