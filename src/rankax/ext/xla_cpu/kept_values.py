@@ -68,19 +68,12 @@ _INDEXED = {
     *("concatenate", "dynamic_slice", "gather", "pad", "rev", "slice", "transpose"),
 }
 _SAME = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
-_FREE = {*_INDEXED, *_SAME}
+FREE = {*_INDEXED, *_SAME}
 _STORED = {
     *LIBRARIES,
     *("conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
     *("dot_general", "dynamic_update_slice", "optimization_barrier"),
 }
-
-
-class _Rule(NamedTuple):
-    """Which values may be kept, and how many operations for each number that must save."""
-
-    sizes: range = _SIZES
-    worth: float = _WORTH
 
 
 Reads = dict[int, float]  # by loop: how often it computes each number of a value
@@ -89,7 +82,7 @@ _loops = itertools.count()
 
 def keep_values(jaxpr: Any) -> Any:
     """Return a program with a barrier on each value that is better kept; itself if none is."""
-    return jaxpr if jaxpr.effects else _kept_in_body(jaxpr, _Rule())
+    return jaxpr if jaxpr.effects else _kept_in_body(jaxpr, _SIZES)
 
 
 def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
@@ -110,24 +103,16 @@ def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
 
 def computes_again(jaxpr: Any, least: int) -> bool:
     """Whether a program would recompute values of ``least`` numbers, if no library stored any."""
-    return _kept_in_body(jaxpr, _Rule(range(least, sys.maxsize))) is not jaxpr
+    return _kept_in_body(jaxpr, range(least, sys.maxsize)) is not jaxpr
 
 
-def values_read_again(jaxpr: Any, worth: float) -> list[Any]:
-    """Return the values outside loops that `keep_values` would keep at another threshold."""
-    known = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    kept = _kept_in_body(jaxpr, _Rule(worth=worth))
-    barriers = [eqn for eqn in kept.eqns if eqn.primitive.name == "optimization_barrier"]
-    return [v for eqn in barriers for v in eqn.outvars if known.isdisjoint(eqn.invars)]
-
-
-def _kept_in_body(jaxpr: Any, rule: _Rule) -> Any:
+def _kept_in_body(jaxpr: Any, sizes: range) -> Any:
     of_outs = [_one_loop() for _ in jaxpr.outvars]
-    return _kept(jaxpr, of_outs, [0.0] * len(jaxpr.invars), rule)[0]
+    return _kept(jaxpr, of_outs, [0.0] * len(jaxpr.invars), sizes)[0]
 
 
 def _kept(
-    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], rule: _Rule
+    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
 ) -> tuple[Any, list[float]]:
     """Return a program with barriers, and the work to compute each output again."""
     readers = _readers(jaxpr, of_outs)
@@ -143,9 +128,9 @@ def _kept(
         if _called(eqn) is not None:
             # Derivative rules do not see what is inside, so results are kept outside.
             reads = _merged(reads) if name in RULES else reads
-            eqn, costs = _kept_in_call(eqn, reads, inputs, rule)
+            eqn, costs = _kept_in_call(eqn, reads, inputs, sizes)
         elif name in _BODIES:
-            eqn = with_subprograms(eqn, functools.partial(_kept_in_body, rule=rule))
+            eqn = with_subprograms(eqn, functools.partial(_kept_in_body, sizes=sizes))
         elif _is_fused(eqn):
             costs = [_work(eqn, inputs)]
         eqns.append(eqn)
@@ -153,8 +138,8 @@ def _kept(
             again = sum(loops.values()) - 1
             # XLA stores a sum that is used again, and a function whose result is broadcast.
             is_stored = name in _REDUCTIONS or (name in _SLOW and len(loops) == 1)
-            if again * cost >= rule.worth and name not in _SAME and not is_stored:
-                is_stored = has_tangent(v.aval) and v.aval.size in rule.sizes
+            if again * cost >= _WORTH and name not in _SAME and not is_stored:
+                is_stored = has_tangent(v.aval) and v.aval.size in sizes
                 kept += [v] if is_stored else []
             work[v] = 0.0 if again > 0 and is_stored else cost
     if kept or any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
@@ -163,12 +148,12 @@ def _kept(
 
 
 def _kept_in_call(
-    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], rule: _Rule
+    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
 ) -> tuple[Any, list[float]]:
     work: list[float] = []
 
     def kept(jaxpr: Any) -> Any:
-        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs, rule)
+        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs, sizes)
         return jaxpr
 
     return with_subprograms(eqn, kept), work
@@ -272,7 +257,7 @@ def _is_fused(eqn: Any) -> bool:
         return False
     out = eqn.outvars[0].aval.shape
     shapes = {v.aval.shape for v in eqn.invars if getattr(v.aval, "shape", ())}
-    return eqn.primitive.name in _FREE or all(_spreads(shape, out) for shape in shapes)
+    return eqn.primitive.name in FREE or all(_spreads(shape, out) for shape in shapes)
 
 
 def _spreads(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
@@ -286,7 +271,7 @@ def _work(eqn: Any, inputs: Sequence[float]) -> float:
     pairs = [(work, _size(v) / _size(out)) for work, v in zip(inputs, eqn.invars, strict=True)]
     if name in _REDUCTIONS:
         return sum((work + 1) * part for work, part in pairs)
-    own = _FUNCTION if name in _SLOW else float(name not in _FREE)
+    own = _FUNCTION if name in _SLOW else float(name not in FREE)
     return own + sum(work * min(1.0, part) for work, part in pairs)
 
 
