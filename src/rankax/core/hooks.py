@@ -279,8 +279,6 @@ FOREIGN: list[tuple[Callable[[Any], str | None], Callable[[str, str, str], Excep
 #: What the methods of a kernel do, by name, and how a call is made that has foreign arrays
 #: (``foreign``) or nodes (``nodes``); each has the parameters of the caller in `_front/kernel.py`.
 METHODS: dict[str, Callable[..., Any]] = {}
-#: ``(plan, on_cpu)``: what else is told to who asks for a plan
-PLANNED: list[Callable[[Any, bool], None]] = []
 
 #: ``call -> pairs of chunk sizes and changes``: what else is tried where the fastest options of a
 #: call are searched; ``call`` has ``defaults``, ``bound``, ``gradient``, ``values``, ``item()``

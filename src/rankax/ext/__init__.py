@@ -20,4 +20,3 @@ import rankax.ext.ragged.type
 import rankax.ext.reductions
 import rankax.ext.tune.measure
 import rankax.ext.xla_cpu.rules
-import rankax.ext.xla_cpu.slow_chunks

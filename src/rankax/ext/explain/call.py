@@ -9,7 +9,7 @@ import jax
 from rankax.core.base.arrays import inside_call, on_mesh, shape_of
 from rankax.core.call.bind import BoundKernel
 from rankax.core.call.run import Traced, fit, traced, untraced
-from rankax.core.hooks import METHODS, NOTES, PLANNED, Placement, observed, place_of
+from rankax.core.hooks import METHODS, NOTES, Placement, observed, place_of
 from rankax.core.options import AUTO, Options
 from rankax.core.plan.schedule import Plan
 from rankax.ext.bucket import fill_up, marked
@@ -19,10 +19,7 @@ from rankax.ext.explain.plan import BatchPlan, shown
 def _plan(call: BoundKernel) -> BatchPlan:
     options = call.kernel.options()
     call = fill_up(call, options)
-    plan = plan_of(call, marked(call, options))
-    for tell in PLANNED:
-        tell(plan, options.at(call.leaves).on_cpu)
-    return plan
+    return plan_of(call, marked(call, options))
 
 
 METHODS["plan"] = _plan

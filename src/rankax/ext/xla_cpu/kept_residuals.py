@@ -31,8 +31,6 @@ _LINEAR = {*FREE, "add", "add_any", "neg", "optimization_barrier", "select_n", "
 
 def keep_residuals(jaxpr: Any) -> Any:
     """Return a program with barriers on what its reverse pass reads again; itself if none is."""
-    if not slices_again(jaxpr):
-        return jaxpr
 
     def inlined(*values: Any) -> list[Any]:
         # Values inside calls of `jax.jit` would have no name outside.
