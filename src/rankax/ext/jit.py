@@ -36,7 +36,7 @@ from rankax.ext.bucket import (
     marked,
     with_places,
 )
-from rankax.ext.progress.bars import wait_for_reports
+from rankax.ext.progress import wait_for_reports
 from rankax.ext.ragged.results import call_ragged
 
 _MOST_KEPT = 4096  # programs, as many as `jax.jit` keeps

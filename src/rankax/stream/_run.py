@@ -23,7 +23,7 @@ from rankax.core.base.messages import check_bool, first_of
 from rankax.core.hooks import METHODS
 from rankax.ext.blocks.on_streamed import Stage
 from rankax.ext.blocks.programs import unpacked
-from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show
+from rankax.ext.progress import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Block, Job, prepared
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
 

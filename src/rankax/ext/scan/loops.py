@@ -24,8 +24,7 @@ from rankax.core.base.trees import check_leaves, leaves_with_names, type_name
 from rankax.core.loop.eager_programs import Mode, call_of_kernel, kept_program, mode_of
 from rankax.core.trace.derivatives import call_with_derivative_of, keep_rules
 from rankax.core.trace.programs import ItemProgram, evaluate, with_axis
-from rankax.ext.progress.bars import checked_progress, progress_of_call
-from rankax.ext.progress.report import Reports
+from rankax.ext.progress import Progress, checked_progress, progress_of_call
 
 # The arguments.
 
@@ -330,7 +329,7 @@ def run_scan(
         bare = Loop(*options, *body.out_tree.children())
         loop, consts = dataclasses.replace(bare, jaxpr=body.closed.jaxpr), body.closed.consts
         schedule, in_place, key = choose(loop, (list(consts), init, xs))
-        reports = shown and Reports(shown, call.length, 1, call.length)
+        reports = shown and shown.reports(call.length, 1, call.length)
         carried = len(init)
 
         def program(body: ItemProgram, leaves: list[Any]) -> tuple[Any, Any]:
@@ -351,7 +350,7 @@ def run_scan(
 
 
 def _run_schedule(
-    schedule: Schedule, loop: Loop, arrays: ScanArrays, *, in_place: bool, reports: Reports | None
+    schedule: Schedule, loop: Loop, arrays: ScanArrays, *, in_place: bool, reports: Progress | None
 ) -> tuple[Any, Any]:
     """Return the leaves of the last carry, and the tree of all outputs.
 
