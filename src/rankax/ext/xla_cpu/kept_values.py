@@ -33,7 +33,7 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
@@ -115,13 +115,16 @@ def _kept(
     jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
 ) -> tuple[Any, list[float]]:
     """Return a program with barriers, and the work to compute each output again."""
-    readers = _readers(jaxpr, of_outs)
+    readers, of_equations, users = _readers(jaxpr, of_outs)
     work = collections.defaultdict(float, zip(jaxpr.invars, work_of_inputs, strict=True))
     eqns, kept = [], []
-    for eqn, of_inputs in zip(jaxpr.eqns, reversed(readers.of_inputs), strict=True):
-        name, reads = eqn.primitive.name, [readers.of[v] for v in eqn.outvars]
+    for eqn, of_inputs in zip(jaxpr.eqns, of_equations, strict=True):
+        name, reads = eqn.primitive.name, [readers[v] for v in eqn.outvars]
+        # One loop computes a value once, so each of its readers has a part of the work.
         inputs = [
-            0.0 if isinstance(v, Literal) else work[v] * readers.share(v, own)
+            0.0
+            if isinstance(v, Literal)
+            else work[v] / max((users[v, loop] for loop in own), default=1)
             for v, own in zip(eqn.invars, of_inputs, strict=True)
         ]
         costs = [0.0] * len(eqn.outvars)
@@ -187,32 +190,28 @@ def _barrier_primitive() -> Any:
 # Who reads a value.
 
 
-class _Readers(NamedTuple):
-    """The loops that compute the values of a program, if what several of them read is stored."""
+def _readers(
+    jaxpr: Any, of_outs: Sequence[Reads]
+) -> tuple[Mapping[Any, Reads], list[list[Reads]], collections.Counter[Any]]:
+    """Return which loops compute the values of a program, if what several of them read is stored.
 
-    of: Mapping[Any, Reads]
-    of_inputs: list[list[Reads]]  # of each equation, the last one first
-    users: collections.Counter[Any]  # by value and loop
-
-    def share(self, v: Any, loops: Reads) -> float:
-        """Return a part of the work of a value, so that one loop counts it once."""
-        return 1 / max((self.users[v, loop] for loop in loops), default=1)
-
-
-def _readers(jaxpr: Any, of_outs: Sequence[Reads]) -> _Readers:
-    readers = _Readers(collections.defaultdict(dict), [], collections.Counter())
+    And those that compute the inputs of each equation, and how often each loop reads a value.
+    """
+    found = collections.defaultdict[Any, Reads](dict)
+    of_equations: list[list[Reads]] = []
+    users = collections.Counter[Any]()
     for v, loops in zip(jaxpr.outvars, of_outs, strict=True):
         if not isinstance(v, Literal):
-            readers.of[v].update(loops)
+            found[v].update(loops)
     for eqn in reversed(jaxpr.eqns):
-        reads = [readers.of[v] for v in eqn.outvars]
+        reads = [found[v] for v in eqn.outvars]
         of_inputs = _reads_of_inputs(eqn, reads if eqn.primitive.name in _SAME else _merged(reads))
-        readers.of_inputs.append(of_inputs)
+        of_equations.insert(0, of_inputs)
         for v, loops in zip(eqn.invars, of_inputs, strict=True):
             if not isinstance(v, Literal):
-                readers.of[v].update(loops)
-                readers.users.update((v, loop) for loop in loops)
-    return readers
+                found[v].update(loops)
+                users.update((v, loop) for loop in loops)
+    return found, of_equations, users
 
 
 def _merged(reads: Sequence[Reads]) -> list[Reads]:
@@ -222,7 +221,7 @@ def _merged(reads: Sequence[Reads]) -> list[Reads]:
 
 def _reads_of_inputs(eqn: Any, outs: Sequence[Reads]) -> list[Reads]:
     if (program := _called(eqn)) is not None:
-        reads = _readers(program, outs).of
+        reads, *_ = _readers(program, outs)
         return [reads[v] for v in program.invars]
     if not _is_fused(eqn):
         return [_one_loop() for _ in eqn.invars]
