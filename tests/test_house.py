@@ -123,7 +123,7 @@ def test_folders_are_small():
 
 def test_nothing_but_code_is_published():
     files = [path for path in SOURCE.rglob("*") if path.is_file() and path.parent.name[:2] != "__"]
-    assert {path.suffix for path in files} == {".py", ".css", ".typed"}
+    assert {path.suffix for path in files} == {".py", ".typed"}
 
 
 def test_no_two_classes_share_a_name():

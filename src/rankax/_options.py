@@ -27,7 +27,7 @@ from rankax.core.reduce.run import Reductions
 from rankax.ext.devices.place import checked_devices
 from rankax.ext.memory.budget import checked_limit
 from rankax.ext.padding import checked_bucket
-from rankax.ext.progress.bars import checked_progress
+from rankax.ext.progress import checked_progress
 from rankax.ext.reductions.read import checked_where, read_reductions
 from rankax.ext.xla_cpu import rules
 
@@ -142,12 +142,10 @@ class Options:
         """Whether the call runs on a CPU."""
         return is_cpu(self.target)
 
-    @functools.cached_property
+    @property
     def rules(self) -> Rules:
         """The rules of this call for the compiler."""
-        if not (self.xla_cpu and self.on_cpu):
-            return NO_RULES
-        return rules.rules_of(dict(self.compiler_options or ()))
+        return rules.rules_of(self)
 
     @property
     def most(self) -> int | None:

@@ -44,7 +44,7 @@ from rankax.ext.batched import Batched
 from rankax.ext.devices.call import devices_of
 from rankax.ext.lanes import walker as lanes
 from rankax.ext.memory import choose as memory
-from rankax.ext.progress.bars import progress_of_call
+from rankax.ext.progress import progress_of_call
 
 
 def evaluate(call: Call, options: Options, place: Placement | None = None) -> Any:

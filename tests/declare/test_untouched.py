@@ -66,8 +66,6 @@ def test_a_plan_shows_the_arrays_without_a_rank():
     words = "x['b'] (2, 2), w[0] (6, 2), rest[1] (1,), options['table'] (7,)"
     assert [f"{path} {shape}" for path, shape in plan.untouched] == re.split(r"(?<=\)), ", words)
     assert str(plan).endswith(f"\n  untouched: {words}")
-    quoted = words.replace("'", "&#x27;")
-    assert f'<p class="key">untouched: {quoted}</p></div>' in plan._repr_html_()
 
 
 def test_a_plan_of_many_arrays_without_a_rank_shows_some():
@@ -83,7 +81,7 @@ def test_a_plan_where_every_array_has_a_rank_shows_none():
     for other in (None, 3, "text", jnp.ones(()), {1: 2, "a": jnp.ones(3)}, Config(jnp.ones(3))):
         plan = kernel.plan(1.0, other)
         assert plan.untouched == ()
-        assert "untouched" not in str(plan) + plan._repr_html_()
+        assert "untouched" not in str(plan)
     assert BatchPlan("f", (), (), ()).untouched == ()
 
 

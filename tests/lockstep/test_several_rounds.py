@@ -112,7 +112,7 @@ def test_gradients():
 
 
 def test_progress_counts_items(monkeypatch):
-    monkeypatch.setattr("rankax.ext.progress.bars._SECONDS", 0)
+    monkeypatch.setattr("rankax.ext.progress._SECONDS", 0)
     told: list[int] = []
 
     def show(done, total):

@@ -15,7 +15,7 @@ import pytest
 import rankax
 from helpers import assert_same, primitives, slow
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
-from rankax.ext.progress import bars as host
+from rankax.ext import progress as host
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # a program to compare with reports as well
 

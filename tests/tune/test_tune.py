@@ -14,17 +14,17 @@ import pytest
 from helpers import assert_same, compilations, slow
 from rankax import Mask, Ragged, auto_vmap, load_tuning, options
 from rankax.call.kernels import bind
-from rankax.core.protocols import NO_RULES
 from rankax._options import Options
 from rankax.ext.tune import measure
 from rankax.ext.tune.workload import RaggedWorkload
+from rankax.ext.xla_cpu.library import IS_TUNED
 
 SHORT = 0.005  # seconds, enough for little more than the options as they are
 ENOUGH = 0.3  # seconds of `clock`, enough for everything
 X = jnp.asarray(np.sin(np.arange(40 * 8 * 3.0)).reshape(40, 8, 3))
 
 needs_library = pytest.mark.skipif(
-    Options(xla_cpu=True).rules is NO_RULES, reason="elsewhere there is no such library"
+    not (IS_TUNED and Options(xla_cpu=True).on_cpu), reason="elsewhere there is no such library"
 )
 
 

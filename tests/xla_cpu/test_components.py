@@ -8,7 +8,10 @@ import pytest
 
 from helpers import assert_same
 from rankax import auto_vmap, chunked_reduce
+from rankax.ext.xla_cpu import library
 from rankax.reductions import Several
+
+pytestmark = pytest.mark.skipif(not library.IS_TUNED, reason="from JAX 0.12 on")
 
 RNG = np.random.default_rng(0)
 X, Y = (jnp.asarray(RNG.normal(size=(n, 3)).astype(np.float32)) for n in (7, 5000))

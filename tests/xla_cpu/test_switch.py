@@ -16,6 +16,7 @@ from helpers import primitives, slow
 from rankax import auto_vmap, chunked_vmap, options
 from rankax.core.protocols import NO_RULES
 from rankax._options import Options
+from rankax.ext.xla_cpu import rules
 
 X = jax.ShapeDtypeStruct((6000, 5), jnp.float32)
 UNEVEN = jax.ShapeDtypeStruct((6007, 5), jnp.float32)
@@ -113,17 +114,26 @@ def test_the_environment_sets_the_default():
     assert subprocess.check_output(command, env=env, text=True) == "Rules\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("__version_info__", (0, 11, 1)), ("default_backend", lambda: "gpu")],
-    ids=["older", "a GPU"],
-)
-def test_elsewhere_there_are_no_rules(name, value, monkeypatch):
-    monkeypatch.setattr(jax, name, value)
+def test_on_a_gpu_there_are_no_rules(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert Options(xla_cpu=True).rules is NO_RULES
 
 
-@pytest.mark.parametrize("version", [(0, 13, 0), (1, 0, 0)])
-def test_a_new_jax_loses_no_rule(version, monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", version)
-    assert Options(xla_cpu=True).rules is not NO_RULES
+def test_jax_0_11_1_has_no_tiles(monkeypatch):
+    monkeypatch.setattr(rules, "_ARE_TILES_SLOW", True)
+    assert Options(xla_cpu=True).rules is NO_RULES
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tuned"),
+    [((0, 10, 2), False), ((0, 12, 0), True), ((0, 13, 0), True), ((1, 0, 0), True)],
+    ids=str,
+)
+def test_each_jax_has_tiles_and_a_new_one_loses_no_rule(version, is_tuned):
+    program = (
+        "import jax; jax.__version_info__ = {}; from rankax.core.options import Options; "
+        "from rankax.ext.xla_cpu.library import IS_TUNED; "
+        "print(type(Options(xla_cpu=True).rules).__name__, IS_TUNED)"
+    )
+    command = [sys.executable, "-c", program.format(version)]
+    assert subprocess.check_output(command, text=True) == f"XlaCpu {is_tuned}\n"

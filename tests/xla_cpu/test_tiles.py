@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, at_each_run, primitives, slow, temporary_bytes
+from helpers import assert_same, at_each_run, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.plan.schedule import Tiles, plan_levels, split_into_tiles
 from rankax.ext.xla_cpu import rules as rule
-from rankax.ext.xla_cpu import slow_chunks
 
 
 def distances(points):
@@ -141,27 +140,15 @@ def test_chunks_below_a_tile_and_chunks_that_hold_all():
     ] == [1, 7, 20, 20, 100, 100]
 
 
-def test_an_accelerator_and_an_older_jax_have_no_tiles(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: "gpu")
-        assert in_flight(distances, (8, 3)).in_flight == 6250
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+def test_an_accelerator_has_no_tiles(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert in_flight(distances, (8, 3)).in_flight == 6250
 
 
-def test_where_the_library_is_switched_off_there_are_no_tiles():
-    off = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    assert in_flight(distances, (8, 3), jit=True, compiler_options=off).in_flight == 6250
-    layers = auto_vmap(1, chunk_size=7, jit=True, compiler_options=off)(chain)
-    assert primitives(layers, jnp.ones((14, 5)))["optimization_barrier"]  # the other rules hold
-    other = {"xla_embed_ir_in_executable": True}
-    assert in_flight(distances, (8, 3), jit=True, compiler_options=other).in_flight == 20
-
-
-def chain(x):
-    for _ in range(4):
-        x = jnp.tanh(x) + lax.logistic(x) * jnp.sqrt(jnp.sum(x**2))
-    return x
+def test_options_of_the_compiler_change_no_tile():
+    for name in ("xla_cpu_experimental_ynn_fusion_type", "xla_embed_ir_in_executable"):
+        plan = in_flight(distances, (8, 3), jit=True, compiler_options={name: ""})
+        assert plan.in_flight == 20
 
 
 # One plan.
@@ -400,17 +387,6 @@ def test_derivatives_of_several_levels_have_tiles_of_their_own():
         return slopes(a, b, kernel), slopes(a, b, lambda a, b: plain(a, b[:, 0]))
 
     assert_same(*both(a, b), rtol=1e-3, atol=1e-3)
-
-
-def test_jax_0_11_1_gets_a_warning(monkeypatch):
-    monkeypatch.setattr(slow_chunks, "_IS_SLOW", True)
-    kernel, x = auto_vmap(0, chunk_size=16)(jnp.sin), jnp.ones(16 * 300)
-    words = "sin: JAX 0.11.1 is slow in many small chunks (here 300 of 16); use a chunk_size of 256"
-    with pytest.warns(UserWarning, match=re.escape(words)) as caught:
-        kernel.plan(x)
-    assert caught[0].filename == __file__
-    assert kernel.with_options(chunk_size=256).plan(x).steps < 30
-    assert kernel.with_options(reduce="sum").plan(x).steps == 300  # stores nothing
 
 
 def test_what_is_cheap_is_computed_again():

@@ -428,7 +428,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         On a CPU, compute sines, angles and powers by vectorised programs in place of the C library,
         each to 4 units in the last place. See :ref:`cpu-math`.
     xla_cpu : bool, default True
-        Apply the rules for XLA on a CPU, with JAX 0.12. ``False`` leaves the plain program, a scan
+        Apply the rules for XLA on a CPU. ``False`` leaves the plain program, a scan
         over `jax.vmap`. See :ref:`xla-cpu`.
 
     Devices

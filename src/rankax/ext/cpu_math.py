@@ -26,9 +26,9 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jax.extend.core import Literal
 
 from rankax._options import Options
 from rankax.core.base.messages import listed, plural
-from rankax.core.trace.derivatives import call_with_derivative_of, of_some
+from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import evaluate, with_equations, with_shape, with_subprograms
 from rankax.ext.equations import operations
 
@@ -53,11 +53,6 @@ _GAINS = {
     **dict.fromkeys(("acos", "asin", "atan", "atan2"), 18),
     "pow": 10,
 }
-
-
-def with_cpu_math(jaxpr: Any) -> Any:
-    """Return a program without calls of the C library; itself if there are none."""
-    return _with_own(jaxpr)
 
 
 def hints_of_cpu_math(jaxpr: Any) -> tuple[str, ...]:
@@ -80,37 +75,34 @@ def hints_of_cpu_math(jaxpr: Any) -> tuple[str, ...]:
     return (f"calls {calls} per item; cpu_math=True computes them about {shown} times as fast",)
 
 
-def _with_own(jaxpr: Any, items: int = 1) -> Any:
-    """Return a program without calls of the C library; it evaluates so many items."""
+def with_cpu_math(jaxpr: Any, items: int = 1) -> Any:
+    """Return a program without calls of the C library; itself if there are none.
+
+    ``items``: how many items it evaluates.
+    """
     exponents: dict[Any, float] = {}  # that the program computes, as a derivative does
 
     def changed(eqn: Any) -> Any:
         if (own := _own_function(eqn, exponents, items)) is None:
-            of_batch = _of_batch if eqn.primitive.name == "rankax_batch" else _with_own
+            of_batch = _of_batch if eqn.primitive.name == "rankax_batch" else with_cpu_math
             return with_subprograms(eqn, of_batch)
-        types = [with_shape(v.aval, v.aval.shape) for v in own.inputs]
-        (call,) = jax.make_jaxpr(functools.partial(_call, own))(*types).jaxpr.eqns
-        return call.replace(invars=own.inputs, outvars=eqn.outvars)
+        fun, inputs = own
+        types = [with_shape(v.aval, v.aval.shape) for v in inputs]
+        (call,) = jax.make_jaxpr(fun)(*types).jaxpr.eqns
+        return call.replace(invars=inputs, outvars=eqn.outvars)
 
     return with_equations(jaxpr, changed)
 
 
 def _of_batch(jaxpr: Any) -> Any:
     """Return the program of a function that takes a batch itself, with the items on axis 0."""
-    return _with_own(jaxpr, max(1, *(v.aval.shape[0] for v in jaxpr.invars[:1])))
+    return with_cpu_math(jaxpr, max(1, *(v.aval.shape[0] for v in jaxpr.invars[:1])))
 
 
-class _Own(NamedTuple):
-    """What takes the place of an equation: a function of ``inputs``."""
-
-    fun: Callable[..., Any]
-    plain: Callable[..., Any]  # with the same derivative
-    inputs: list[Any]
-    key: Hashable  # what ``fun`` depends on; without one, it is an operation of JAX
-    items: int  # that it is evaluated for
-
-
-def _own_function(eqn: Any, exponents: dict[Any, float], items: int = 1) -> _Own | None:
+def _own_function(
+    eqn: Any, exponents: dict[Any, float], items: int = 1
+) -> tuple[Callable[..., Any], list[Any]] | None:
+    """Return a function that takes the place of an equation, and its inputs."""
     name = eqn.primitive.name
     if name not in (*_FUNCTIONS, "pow", "sub"):
         return None
@@ -120,7 +112,7 @@ def _own_function(eqn: Any, exponents: dict[Any, float], items: int = 1) -> _Own
         if is_summed or all(isinstance(v, Literal) for v in eqn.invars):
             return None
         plain = functools.partial(eqn.primitive.bind, **eqn.params)
-        return _Own(_FUNCTIONS[name], plain, eqn.invars, name, items)
+        return _differentiable(_FUNCTIONS[name], plain, (name, items)), eqn.invars
     if name in _FUNCTIONS or dtype not in ("float32", "float64"):
         return None
     base, by = eqn.invars
@@ -133,38 +125,28 @@ def _own_function(eqn: Any, exponents: dict[Any, float], items: int = 1) -> _Own
     if number % 0.5 or abs(number) in (0, 1) or abs(number) > _LARGEST:
         return None
     if not number % 1:
-        power = functools.partial(lax.integer_pow, y=int(number))
-        return _Own(power, power, [base], None, items)
+        return functools.partial(lax.integer_pow, y=int(number)), [base]
     fun = functools.partial(_power, exponent=number)
-    return _Own(fun, lambda x: x**number, [base], ("power", number), items)
+    return _differentiable(fun, lambda x: x**number, (number, items)), [base]
 
 
-def _call(own: _Own, *inputs: Any) -> Any:
-    if own.key is None:
-        return own.fun(*inputs)
-    differentiated = jax.custom_jvp(own.fun)
+def _differentiable(
+    fun: Callable[..., Any], plain: Callable[..., Any], key: tuple[Any, int]
+) -> Callable[..., Any]:
+    """Return a function with the derivative of a plain one, whose functions are replaced, too.
 
-    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        zero = jax.custom_derivatives.SymbolicZero
-        live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
+    ``key``: what the function is known by, and how many items it is evaluated for.
+    """
+    differentiated = jax.custom_jvp(fun)
 
-        def pushed(*directions: Any) -> Any:
-            some = [primals[i] for i in live]
-            return jax.jvp(of_some(own.plain, primals, live), some, list(directions))[1]
+    @differentiated.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        closed = jax.make_jaxpr(functools.partial(jax.jvp, plain))(primals, tangents)
+        jaxpr = with_cpu_math(closed.jaxpr, key[1])
+        value, tangent = evaluate(jaxpr, closed.consts, *primals, *tangents)
+        return value, tangent
 
-        directions = [tangents[i] for i in live]
-        closed = jax.make_jaxpr(pushed)(*directions)
-        read = {v for eqn in closed.eqns for v in eqn.invars if not isinstance(v, Literal)}
-        read |= set(closed.jaxpr.outvars)
-        # JAX leaves behind the function itself, whose value nobody reads.
-        eqns = [eqn for eqn in closed.eqns if not read.isdisjoint(eqn.outvars)]
-        jaxpr = _with_own(closed.jaxpr.replace(eqns=eqns), own.items)
-        (tangent,) = evaluate(jaxpr, closed.consts, *directions)
-        return _call(own, *primals), tangent
-
-    differentiated.defjvp(rule, symbolic_zeros=True)
-    key = own.key, own.items
-    return call_with_derivative_of(differentiated, own.fun, *inputs, key=key)
+    return functools.partial(call_with_derivative_of, differentiated, fun, key=key)
 
 
 def _power(x: jax.Array, exponent: float) -> jax.Array:

@@ -33,7 +33,7 @@ from rankax.ext.bucket import (
     marked,
     with_places,
 )
-from rankax.ext.progress.bars import wait_for_reports
+from rankax.ext.progress import wait_for_reports
 from rankax.ext.ragged.results import call_ragged
 from rankax.pipeline import evaluate, place_of
 

@@ -21,7 +21,7 @@ from filelock import Timeout
 
 from rankax.core.base.messages import check_bool, first_of
 from rankax.ext.blocks.programs import unpacked
-from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show
+from rankax.ext.progress import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Job, prepared
 from rankax.stream._stages import Block, Stage
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a call would do: the steps of `core/call/run.py`, up to the first program."""
+"""What a call would do: the steps of `rankax.pipeline`, up to the first program."""
 
 import dataclasses
 from typing import Any
@@ -15,16 +15,13 @@ from rankax.ext import cpu_math
 from rankax.ext.bucket import fill_up, marked
 from rankax.ext.explain.plan import BatchPlan, shown
 from rankax.ext.memory import choose as memory
-from rankax.ext.xla_cpu.slow_chunks import warn_of_small_chunks
 from rankax.pipeline import Traced, by_hand, fit, observed, place_of, prepared, traced
 
 
 def plan_kernel(call: KernelCall) -> BatchPlan:
     options = call.kernel.options()
     call = fill_up(call, options)
-    plan = plan_of(call, marked(call, options))
-    warn_of_small_chunks(plan, options.at(call.leaves).on_cpu)
-    return plan
+    return plan_of(call, marked(call, options))
 
 
 def plan_of(bound: KernelCall, options: Options) -> BatchPlan:

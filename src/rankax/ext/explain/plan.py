@@ -1,29 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The plan of one call: its schedule, and what else there is to say.
-
-It is shown as aligned text for a terminal, and as a small picture for a notebook. The picture is a
-table without scripts. Its colours are translucent and its text has the notebook's colour, so that
-it is readable on a light and on a dark page.
-"""
+"""The plan of one call: its schedule, and what else there is to say, as aligned text."""
 
 import dataclasses
-import functools
-import importlib.resources
 import re
 from collections.abc import Sequence
-from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from rankax.core.base.messages import listed, plural, table
 from rankax.core.plan.report import untouched_line
 from rankax.core.plan.schedule import LeafPlan, Level, Plan, Shape
-
-
-class Cell(NamedTuple):
-    """One batch axis of one leaf."""
-
-    kind: str  # mapped, stretched, absent or split
-    text: str  # its length, ``1*`` or ``-``; those of a key that is split are ``1/`` and ``/``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +91,9 @@ class BatchPlan(Plan):
         first = self.kernel + self._summary()
         return "\n".join([first, *lines, *(f"  {line}" for line in below)])
 
-    def _repr_html_(self) -> str:
-        # A row per leaf with its batch axes as aligned columns, the levels below.
-        blocks = [f"<p><code>{escape(self.kernel)}</code>{escape(self._summary())}</p>"]
-        if self.leaves:
-            blocks.append(_html_table(self))
-        if self.batch_shape:
-            blocks.append(_key(_kinds(self)))
-        blocks += [f'<p class="key">{escape(line)}</p>' for line in self._notes()]
-        return f'<div class="rankax-plan"><style>{_style()}</style>{"".join(blocks)}</div>'
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:
+        # What IPython calls for the last line of a cell of a notebook.
+        printer.text(str(self))
 
     def _summary(self) -> str:
         if not self.leaves or not self.batch_shape:
@@ -176,7 +155,7 @@ def _text_table(plan: BatchPlan) -> list[str]:
     """Align words to the left, lengths of batch axes to the right."""
     header = ["leaf", "shape", "rank", "core", "batch axes" if plan.batch_shape else ""]
     rows = [[x.path, str(x.shape), x.declared, str(x.core_shape)] for x in plan.leaves]
-    lengths = [[cell.text for cell in _cells(leaf, plan.batch_shape)] for leaf in plan.leaves]
+    lengths = [_cells(leaf, plan.batch_shape) for leaf in plan.leaves]
     if plan.batch_shape:
         rows.append(["batch", str(plan.batch_shape), "", ""])
         lengths.append([str(size) for size in plan.batch_shape])
@@ -186,44 +165,22 @@ def _text_table(plan: BatchPlan) -> list[str]:
     return [line[2:] for line in table(header, rows, ()).split("\n")]
 
 
+def _cells(leaf: LeafPlan, batch_shape: Shape) -> list[str]:
+    """Return one cell per batch axis of a leaf: its length, or a sign."""
+    absent = len(batch_shape) - len(leaf.batch_axes)
+    missing, stretched = ("/", "1/") if leaf.is_split else ("-", "1*")
+    present = zip(leaf.batch_axes, batch_shape[absent:], strict=True)
+    return [missing] * absent + [str(n) if n == size else stretched for n, size in present]
+
+
 def _legend(plan: BatchPlan) -> list[str]:
     """Explain the signs in the table."""
-    words = {"stretched": "1* stretched", "absent": "- absent"}
-    kinds = _kinds(plan)
-    signs = [text for kind, text in words.items() if kind in kinds]
+    used = {cell for leaf in plan.leaves for cell in _cells(leaf, plan.batch_shape)}
+    signs = [text for text in ("1* stretched", "- absent") if text.split()[0] in used]
     lines = [f"({', '.join(signs)}: used again for each item, never copied)"] if signs else []
-    if "split" in kinds:
+    if used & {"/", "1/"}:
         lines.append("(/ split: each item has a key of its own)")
     return lines
-
-
-def _html_table(plan: BatchPlan) -> str:
-    axes = len(plan.batch_shape)
-    over = f'<th scope="colgroup" colspan="{axes}">batch axes</th>' if axes else ""
-    head = f'<th scope="col">leaf</th>{over}<th scope="col">one item</th>'
-    rows = [_leaf_row(leaf, _cells(leaf, plan.batch_shape)) for leaf in plan.leaves]
-    if axes:
-        sizes = "".join(f'<td class="axis">{size}</td>' for size in plan.batch_shape)
-        rows.append(f'<tr class="batch"><th scope="row">batch</th>{sizes}<td></td></tr>')
-    body = "".join(rows + [_level_row(level, axes) for level in plan.levels])
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _kinds(plan: BatchPlan) -> set[str]:
-    """Return the kinds of cell that occur."""
-    return {cell.kind for leaf in plan.leaves for cell in _cells(leaf, plan.batch_shape)}
-
-
-def _cells(leaf: LeafPlan, batch_shape: Shape) -> list[Cell]:
-    """Return one cell per batch axis of a leaf."""
-    absent = len(batch_shape) - len(leaf.batch_axes)
-    missing, stretched = Cell("absent", "-"), Cell("stretched", "1*")
-    if leaf.is_split:
-        missing, stretched = Cell("split", "/"), Cell("split", "1/")
-    present = zip(leaf.batch_axes, batch_shape[absent:], strict=True)
-    return [missing] * absent + [
-        Cell("mapped", str(n)) if n == size else stretched for n, size in present
-    ]
 
 
 def _level_sentence(level: Level, leaves: Sequence[LeafPlan]) -> str:
@@ -256,51 +213,3 @@ def _level_how(level: Level) -> str:
     other = level.derivative
     there = "" if other is None else f" ({other.tile or other.size} in derivatives)"
     return f"{plural(level.steps, word)} of {level.tile} over {level.size}{there}"
-
-
-# JupyterLab right-aligns the cells of tables, stripes rows and greys code, with selectors of up to
-# two classes and two elements: .jp-ThemedContainer .jp-RenderedHTMLCommon :not(pre) > code.
-# Three times the same class outranks those, and leaves !important to the user.
-_ROOT = ".rankax-plan" * 3
-
-
-@functools.cache
-def _style() -> str:
-    text = importlib.resources.files("rankax.ext.explain").joinpath("plan.css").read_text("utf-8")
-    return "\n" + text.replace("ROOT", _ROOT)
-
-
-def _leaf_row(leaf: LeafPlan, cells: Sequence[Cell]) -> str:
-    axes = "".join(
-        f'<td class="axis {kind}">{escape(text.rstrip("*").replace("-", "–"))}</td>'
-        for kind, text in cells
-    )
-    core = f"<code>{escape(str(leaf.core_shape))}</code>"
-    if leaf.declared.startswith('"') and leaf.declared != '""':  # names say more than a count
-        core += f" <code>{escape(leaf.declared)}</code>"
-    return f'<tr><th scope="row"><code>{escape(leaf.path)}</code></th>{axes}<td>{core}</td></tr>'
-
-
-def _level_row(level: Level, axes: int) -> str:
-    """Bracket the axes that one level covers, and describe it."""
-    first, last = level.axes[0], level.axes[-1]
-    how = f"{_level_how(level)}, reduced" if level.reduced else _level_how(level)
-    before, after = "<td></td>" * first, "<td></td>" * (axes - 1 - last)
-    span = f'<td class="span" colspan="{last - first + 1}"><div></div></td>'
-    return f"<tr><th></th>{before}{span}{after}<td>{how}</td></tr>"
-
-
-def _key(kinds: set[str]) -> str:
-    """Explain the kinds of cell that occur."""
-    words = {
-        "mapped": ("n", "mapped"),
-        "stretched": ("1", "stretched, not copied"),
-        "absent": ("–", "absent, not copied"),
-        "split": ("/", "split, a key for each item"),
-    }
-    shown = [
-        f'<span class="item"><span class="{kind}">{sign}</span> {meaning}</span>'
-        for kind, (sign, meaning) in words.items()
-        if kind in kinds
-    ]
-    return f'<p class="key">{" ".join(shown)}</p>'

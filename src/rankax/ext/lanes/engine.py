@@ -34,7 +34,7 @@ from jax import lax
 from rankax.core.base.arrays import counted, scalar, zeros_of
 from rankax.core.loop.loop import carried_with
 from rankax.ext.lanes.machine import Env, Machine, Slot, State, differs, run_ops, value_of
-from rankax.ext.progress.report import Reports
+from rankax.ext.progress import Progress
 
 # Measured by benchmarks/lockstep.py.
 _SHARE = 10  # one lane in ten
@@ -89,7 +89,7 @@ class Engine:
     lanes: int
     output: Output
     rounds: int
-    reports: Reports | None = None
+    reports: Progress | None = None
 
     def __post_init__(self) -> None:
         self.states = self.machine.states
@@ -307,7 +307,7 @@ def _following(state: State, env: Env) -> Any:
     return following
 
 
-def _report(reports: Reports, count: int, before: jax.Array, after: jax.Array) -> None:
+def _report(reports: Progress, count: int, before: jax.Array, after: jax.Array) -> None:
     """Report how many items have ended, if enough have since the last report."""
     each = before.dtype.type(max(1, count // _REPORTS))
     lax.cond(after // each > before // each, reports.step, lambda _: None, after)

@@ -11,7 +11,7 @@ from rankax.core.plan.schedule import split_into_chunks
 from rankax.core.trace.programs import ItemProgram
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import fit_once, free_bytes, gradient_bytes
-from rankax.ext.scan.loops import Loop, Plan, Step, chunk_sizes, run_scan, scan_call
+from rankax.ext.scan.loops import Loop, Schedule, Step, chunk_sizes, run_scan, scan_call
 
 _MOST_LEVELS = 3  # of checkpoints that a memory limit may choose
 
@@ -123,7 +123,7 @@ def checkpoint_chunked_scan(
         came = type(policy).__name__
         raise TypeError(f"{call.site}: policy must be callable or None, got {came}")
 
-    def choose(loop: Loop, body: ItemProgram, arrays: Any) -> tuple[Plan, bool, Hashable]:
+    def choose(loop: Loop, body: ItemProgram, arrays: Any) -> tuple[Schedule, bool, Hashable]:
         steps, sizes = loop.length, given
         if limit is not None:
             sizes = _fit(call.site, limit, loop, body.closed, arrays, policy)

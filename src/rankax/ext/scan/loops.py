@@ -25,8 +25,7 @@ from rankax.core.base.trees import check_leaves, leaves_with_names, type_name
 from rankax.core.loop.eager_programs import Mode, call_of_kernel, kept_program, mode_of
 from rankax.core.trace.derivatives import call_with_derivative_of, keep_rules
 from rankax.core.trace.programs import ItemProgram, evaluate, with_axis
-from rankax.ext.progress.bars import checked_progress, progress_of_call
-from rankax.ext.progress.report import Reports
+from rankax.ext.progress import Progress, checked_progress, progress_of_call
 
 # The arguments.
 
@@ -303,12 +302,12 @@ class Loop:
 
 
 # Takes a loop, the first carry and the items; returns the last carry and the tree of all outputs.
-Plan = Callable[[Loop, Any, Any], tuple[Any, Any]]
+Schedule = Callable[[Loop, Any, Any], tuple[Any, Any]]
 
 
 def run_scan(
     call: ScanCall,
-    choose: Callable[[Loop, ItemProgram, Any], tuple[Plan, bool, Hashable]],
+    choose: Callable[[Loop, ItemProgram, Any], tuple[Schedule, bool, Hashable]],
     kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
     """Trace the body, choose a schedule and whether it reads ``xs`` in place, and run it.
@@ -330,7 +329,7 @@ def run_scan(
         body, init, xs = trace_body(call)
         loop = Loop(*options, *body.out_tree.children())
         schedule, in_place, key = choose(loop, body, (init, xs))
-        reports = shown and Reports(shown, call.length, 1, call.length)
+        reports = shown and shown.reports(call.length, 1, call.length)
         carried = len(init)
 
         def program(body: ItemProgram, leaves: list[Any]) -> tuple[Any, Any]:
@@ -353,10 +352,10 @@ def run_scan(
 
 
 def _run_schedule(
-    schedule: Plan,
+    schedule: Schedule,
     loop: Loop,
     jaxpr: Jaxpr,
-    reports: Reports | None,
+    reports: Progress | None,
     consts: list[Any],
     init: list[Any],
     xs: list[Any],

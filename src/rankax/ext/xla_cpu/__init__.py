@@ -2,9 +2,9 @@
 """Rules for XLA on a CPU: what is done to work around this compiler, and nothing else.
 
 No rule changes an operation or its operands: the same primitives, in other tiles, with copies and
-barriers between them. Each was measured with JAX 0.12; with an older version it does nothing
-(`rules.py`). A call asks for a rule through a method of `Rules` (`core/hooks.py`), whose
-answer without rules leaves the program alone; `XlaCpu` overrides it.
+barriers between them. All were measured with JAX 0.12; before, only those for tiles and extremes
+hold. A call asks for a rule through a method of `Rules` (`core/hooks.py`), whose answer without
+rules leaves the program alone; `XlaCpu` overrides it.
 
 A rule stays if a kernel that it was not made for gains a tenth, if it fits a paragraph, and if a
 test on a compiled program (``tests/xla_cpu``) fails when the compiler no longer needs it. With a
@@ -18,6 +18,5 @@ and delete the rules whose tests fail because the compiler learned.
 `kept_residuals`   so is what a reverse pass reads again
 `extremes`         extremes compare less, or one tile later
 `library`          which sums of a call without chunks a library computes
-`slow_chunks`      no rule, but a warning of a fault in one version of JAX
 =================  ==============================================================================
 """

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr
 
 from rankax.core.base.arrays import counted, scalar
 from rankax.core.plan.schedule import Chunks
-from rankax.core.reduce.extrema import Arg, Chosen, no_index
+from rankax.core.reduce.extrema import Arg, no_index
 from rankax.core.reduce.row import Accumulation, State
 from rankax.ext.equations import FUNCTIONS, operations
 from rankax.ext.reductions.top import Top, concatenated
@@ -32,31 +32,16 @@ def in_tiles(step: Accumulation, jaxpr: Jaxpr, *, again: bool) -> Accumulation:
     ``again``: a `BlockArg` may be returned, and its tile is evaluated again, unless the program of
     an item has effects.
     """
-    old = step.accumulator
-    if step.is_wide:
-        return step
+    old, tiled = step.accumulator, None
     if isinstance(old, Top) and old.k <= _MOST_IN_SLOTS and not old.has_floats:
-        top = TopOfSlots(
-            *_of_values(old),
-            some=old.some,
-            k=old.k,
-            descending=old.descending,
-            has_floats=False,
-        )
-        return dataclasses.replace(step, accumulator=top)
-    if not isinstance(old, Arg) or old.some:
+        tiled = TopOfSlots
+    elif isinstance(old, Arg) and not old.some:
+        names = {operation.name for operation in operations(jaxpr)}
+        is_cheap = not (names & FUNCTIONS or old.core or jaxpr.effects)
+        tiled = DelayedArg if names & _CALLS_OF_C else BlockArg if again and is_cheap else None
+    if step.is_wide or tiled is None:
         return step
-    names = {operation.name for operation in operations(jaxpr)}
-    if names & _CALLS_OF_C:
-        return dataclasses.replace(step, accumulator=DelayedArg(*_of_values(old)))
-    if again and not (names & FUNCTIONS or old.core or jaxpr.effects):
-        return dataclasses.replace(step, accumulator=BlockArg(*_of_values(old)))
-    return step
-
-
-def _of_values(old: Chosen) -> tuple[Any, Any, Any, Any]:
-    """Return what `Chosen` is made from."""
-    return old.core, old.dtype, old.index_dtype, old.largest
+    return dataclasses.replace(step, accumulator=tiled(**vars(old)))
 
 
 class DelayedArg(Arg):

@@ -33,7 +33,7 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
@@ -68,19 +68,12 @@ _INDEXED = {
     *("concatenate", "dynamic_slice", "gather", "pad", "rev", "slice", "transpose"),
 }
 _SAME = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
-_FREE = {*_INDEXED, *_SAME}
+FREE = {*_INDEXED, *_SAME}
 _STORED = {
     *LIBRARIES,
     *("conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
     *("dot_general", "dynamic_update_slice", "optimization_barrier"),
 }
-
-
-class _Rule(NamedTuple):
-    """Which values may be kept, and how many operations for each number that must save."""
-
-    sizes: range = _SIZES
-    worth: float = _WORTH
 
 
 Reads = dict[int, float]  # by loop: how often it computes each number of a value
@@ -89,7 +82,7 @@ _loops = itertools.count()
 
 def keep_values(jaxpr: Any) -> Any:
     """Return a program with a barrier on each value that is better kept; itself if none is."""
-    return jaxpr if jaxpr.effects else _kept_in_body(jaxpr, _Rule())
+    return jaxpr if jaxpr.effects else _kept_in_body(jaxpr, _SIZES)
 
 
 def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
@@ -110,42 +103,37 @@ def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
 
 def computes_again(jaxpr: Any, least: int) -> bool:
     """Whether a program would recompute values of ``least`` numbers, if no library stored any."""
-    return _kept_in_body(jaxpr, _Rule(range(least, sys.maxsize))) is not jaxpr
+    return _kept_in_body(jaxpr, range(least, sys.maxsize)) is not jaxpr
 
 
-def values_read_again(jaxpr: Any, worth: float) -> list[Any]:
-    """Return the values outside loops that `keep_values` would keep at another threshold."""
-    known = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    kept = _kept_in_body(jaxpr, _Rule(worth=worth))
-    barriers = [eqn for eqn in kept.eqns if eqn.primitive.name == "optimization_barrier"]
-    return [v for eqn in barriers for v in eqn.outvars if known.isdisjoint(eqn.invars)]
-
-
-def _kept_in_body(jaxpr: Any, rule: _Rule) -> Any:
+def _kept_in_body(jaxpr: Any, sizes: range) -> Any:
     of_outs = [_one_loop() for _ in jaxpr.outvars]
-    return _kept(jaxpr, of_outs, [0.0] * len(jaxpr.invars), rule)[0]
+    return _kept(jaxpr, of_outs, [0.0] * len(jaxpr.invars), sizes)[0]
 
 
 def _kept(
-    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], rule: _Rule
+    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
 ) -> tuple[Any, list[float]]:
     """Return a program with barriers, and the work to compute each output again."""
-    readers = _readers(jaxpr, of_outs)
+    readers, of_equations, users = _readers(jaxpr, of_outs)
     work = collections.defaultdict(float, zip(jaxpr.invars, work_of_inputs, strict=True))
     eqns, kept = [], []
-    for eqn, of_inputs in zip(jaxpr.eqns, reversed(readers.of_inputs), strict=True):
-        name, reads = eqn.primitive.name, [readers.of[v] for v in eqn.outvars]
+    for eqn, of_inputs in zip(jaxpr.eqns, of_equations, strict=True):
+        name, reads = eqn.primitive.name, [readers[v] for v in eqn.outvars]
+        # One loop computes a value once, so each of its readers has a part of the work.
         inputs = [
-            0.0 if isinstance(v, Literal) else work[v] * readers.share(v, own)
+            0.0
+            if isinstance(v, Literal)
+            else work[v] / max((users[v, loop] for loop in own), default=1)
             for v, own in zip(eqn.invars, of_inputs, strict=True)
         ]
         costs = [0.0] * len(eqn.outvars)
         if _called(eqn) is not None:
             # Derivative rules do not see what is inside, so results are kept outside.
             reads = _merged(reads) if name in RULES else reads
-            eqn, costs = _kept_in_call(eqn, reads, inputs, rule)
+            eqn, costs = _kept_in_call(eqn, reads, inputs, sizes)
         elif name in _BODIES:
-            eqn = with_subprograms(eqn, functools.partial(_kept_in_body, rule=rule))
+            eqn = with_subprograms(eqn, functools.partial(_kept_in_body, sizes=sizes))
         elif _is_fused(eqn):
             costs = [_work(eqn, inputs)]
         eqns.append(eqn)
@@ -153,8 +141,8 @@ def _kept(
             again = sum(loops.values()) - 1
             # XLA stores a sum that is used again, and a function whose result is broadcast.
             is_stored = name in _REDUCTIONS or (name in _SLOW and len(loops) == 1)
-            if again * cost >= rule.worth and name not in _SAME and not is_stored:
-                is_stored = has_tangent(v.aval) and v.aval.size in rule.sizes
+            if again * cost >= _WORTH and name not in _SAME and not is_stored:
+                is_stored = has_tangent(v.aval) and v.aval.size in sizes
                 kept += [v] if is_stored else []
             work[v] = 0.0 if again > 0 and is_stored else cost
     if kept or any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
@@ -163,12 +151,12 @@ def _kept(
 
 
 def _kept_in_call(
-    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], rule: _Rule
+    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
 ) -> tuple[Any, list[float]]:
     work: list[float] = []
 
     def kept(jaxpr: Any) -> Any:
-        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs, rule)
+        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs, sizes)
         return jaxpr
 
     return with_subprograms(eqn, kept), work
@@ -202,32 +190,28 @@ def _barrier_primitive() -> Any:
 # Who reads a value.
 
 
-class _Readers(NamedTuple):
-    """The loops that compute the values of a program, if what several of them read is stored."""
+def _readers(
+    jaxpr: Any, of_outs: Sequence[Reads]
+) -> tuple[Mapping[Any, Reads], list[list[Reads]], collections.Counter[Any]]:
+    """Return which loops compute the values of a program, if what several of them read is stored.
 
-    of: Mapping[Any, Reads]
-    of_inputs: list[list[Reads]]  # of each equation, the last one first
-    users: collections.Counter[Any]  # by value and loop
-
-    def share(self, v: Any, loops: Reads) -> float:
-        """Return a part of the work of a value, so that one loop counts it once."""
-        return 1 / max((self.users[v, loop] for loop in loops), default=1)
-
-
-def _readers(jaxpr: Any, of_outs: Sequence[Reads]) -> _Readers:
-    readers = _Readers(collections.defaultdict(dict), [], collections.Counter())
+    And those that compute the inputs of each equation, and how often each loop reads a value.
+    """
+    found = collections.defaultdict[Any, Reads](dict)
+    of_equations: list[list[Reads]] = []
+    users = collections.Counter[Any]()
     for v, loops in zip(jaxpr.outvars, of_outs, strict=True):
         if not isinstance(v, Literal):
-            readers.of[v].update(loops)
+            found[v].update(loops)
     for eqn in reversed(jaxpr.eqns):
-        reads = [readers.of[v] for v in eqn.outvars]
+        reads = [found[v] for v in eqn.outvars]
         of_inputs = _reads_of_inputs(eqn, reads if eqn.primitive.name in _SAME else _merged(reads))
-        readers.of_inputs.append(of_inputs)
+        of_equations.insert(0, of_inputs)
         for v, loops in zip(eqn.invars, of_inputs, strict=True):
             if not isinstance(v, Literal):
-                readers.of[v].update(loops)
-                readers.users.update((v, loop) for loop in loops)
-    return readers
+                found[v].update(loops)
+                users.update((v, loop) for loop in loops)
+    return found, of_equations, users
 
 
 def _merged(reads: Sequence[Reads]) -> list[Reads]:
@@ -237,7 +221,7 @@ def _merged(reads: Sequence[Reads]) -> list[Reads]:
 
 def _reads_of_inputs(eqn: Any, outs: Sequence[Reads]) -> list[Reads]:
     if (program := _called(eqn)) is not None:
-        reads = _readers(program, outs).of
+        reads, *_ = _readers(program, outs)
         return [reads[v] for v in program.invars]
     if not _is_fused(eqn):
         return [_one_loop() for _ in eqn.invars]
@@ -272,7 +256,7 @@ def _is_fused(eqn: Any) -> bool:
         return False
     out = eqn.outvars[0].aval.shape
     shapes = {v.aval.shape for v in eqn.invars if getattr(v.aval, "shape", ())}
-    return eqn.primitive.name in _FREE or all(_spreads(shape, out) for shape in shapes)
+    return eqn.primitive.name in FREE or all(_spreads(shape, out) for shape in shapes)
 
 
 def _spreads(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
@@ -286,7 +270,7 @@ def _work(eqn: Any, inputs: Sequence[float]) -> float:
     pairs = [(work, _size(v) / _size(out)) for work, v in zip(inputs, eqn.invars, strict=True)]
     if name in _REDUCTIONS:
         return sum((work + 1) * part for work, part in pairs)
-    own = _FUNCTION if name in _SLOW else float(name not in _FREE)
+    own = _FUNCTION if name in _SLOW else float(name not in FREE)
     return own + sum(work * min(1.0, part) for work, part in pairs)
 
 

@@ -42,9 +42,8 @@ from rankax.core.reduce.extrema import Chosen
 from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
 from rankax.ext.xla_cpu import extremes, kept_residuals, kept_values, library
 
-# The first version of JAX that the rules were measured with. Newer ones get them as well: they
-# change no value, and a program must not become slow on the day of a release.
-_SINCE = (0, 12)
+# In JAX 0.11.1, the time of a map in small chunks is quadratic in their number (jax issue 40101).
+_ARE_TILES_SLOW = jax.__version_info__[:3] == (0, 11, 1)
 
 #: Whether the rules hold for kernels that do not say so themselves.
 DEFAULT = switch("RANKAX_XLA_CPU", default=True)
@@ -130,7 +129,7 @@ def _numbers_of_product(operation: Operation) -> int:
 
 
 class XlaCpu(Rules):
-    """The rules."""
+    """The rules. Before JAX 0.12, only those for tiles and extremes hold."""
 
     most_reduced = _MOST_REDUCED
 
@@ -141,43 +140,38 @@ class XlaCpu(Rules):
         return _pays_to_store(jaxpr)
 
     def evaluated(self, jaxpr: Jaxpr, mapped: Sequence[int]) -> Any:
+        if not library.IS_TUNED:
+            return jaxpr
         return kept_values.keep_inputs(kept_values.keep_values(jaxpr), mapped)
 
     def differentiated(self, jaxpr: Jaxpr, mapped: Sequence[int]) -> Any:
-        return kept_residuals.keep_residuals(self.evaluated(jaxpr, mapped))
+        own = self.evaluated(jaxpr, mapped)
+        return kept_residuals.keep_residuals(own) if self.differs_back(jaxpr) else own
 
     def differs_back(self, jaxpr: Jaxpr) -> bool:
-        return kept_residuals.slices_again(jaxpr)
+        return library.IS_TUNED and kept_residuals.slices_again(jaxpr)
 
     def stored(
         self, leaves: Sequence[Any], specs: tuple[Level, ...]
     ) -> tuple[list[Any], tuple[Level, ...]]:
-        return kept_values.by_component(leaves, specs)
+        of = kept_values.by_component if library.IS_TUNED else super().stored
+        return of(leaves, specs)
 
     def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
         is_extreme = isinstance(step.accumulator, Chosen)
         return extremes.in_tiles(step, jaxpr, again=again) if is_extreme else step
 
     def compiled(self, fun: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        return library.jit(fun, args, options)
+        of = library.jit if library.IS_TUNED else super().compiled
+        return of(fun, args, options)
 
 
-class XlaCpuByHand(XlaCpu):
-    """The rules of a caller who says what the library of XLA computes."""
-
-    tiles = Rules.tiles
-    compiled = Rules.compiled
+_XLA_CPU = XlaCpu()
 
 
-_XLA_CPU, _BY_HAND = XlaCpu(), XlaCpuByHand()
-
-
-def rules_of(compiler_options: Mapping[str, Any]) -> Rules:
-    """Return the rules of a call on a CPU with these options of the compiler."""
-    holds = jax.__version_info__ >= _SINCE and not (
-        # Tiles may overlap, so that a key is used twice.
-        getattr(jax.config, "jax_debug_key_reuse", False)
-    )
-    if not holds:
-        return NO_RULES
-    return _BY_HAND if library.OPTION in compiler_options else _XLA_CPU
+def rules_of(options: Any) -> Rules:
+    """Return the rules of a call with these `Options`."""
+    # Tiles may overlap, so that a key is used twice.
+    checks_keys = getattr(jax.config, "jax_debug_key_reuse", False)
+    holds = options.xla_cpu and options.on_cpu and not (checks_keys or _ARE_TILES_SLOW)
+    return _XLA_CPU if holds else NO_RULES

@@ -1,5 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""The host side of progress: the option ``progress=``, and the bar or function that shows it.
+"""``progress=``: a loop reports how many of its items are done, and a bar or a function shows it.
+
+A loop reports before each step, or every few steps, and after the last one. The number is the index
+at which the chunk starts, which the loop carries, times the number of devices that the batch is cut
+over (set by `core/call/run.py`). The total is the length of the loop times that number. Lanes count
+the items that have ended instead (`ext/lanes/call.py`). Only the outermost loop reports.
+
+Only data dependencies order the reports, and the final count does not depend on the loop's work. So
+the last report also takes a number from the outputs, and cannot come early.
+
+The primitive ``rankax_report`` becomes a `jax.debug.callback` when it is lowered. Used directly, a
+debug callback would report again where a derivative recomputes a step (`jax.checkpoint`), as both
+scans do, and once per lane of a `jax.vmap`.
+
+The reverse pass of a gradient does not report. A report there would have to be part of the
+transposed program, which takes a second primitive with rules for batching, tangents, transposition
+and dead code.
 
 A call has one target, a label or a function. Reports come from the threads of the runtime, and
 those of an earlier call may still come when the next one with the same target begins, or after a
@@ -10,21 +26,30 @@ before it, and reports without an open display are dropped.
 import atexit
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, batching, mlir
 
 from rankax.core.base.arrays import is_staged
 
 Target = str | Callable[[int, int], object]
 
 _SECONDS = 0.1  # between two updates of a display
+# Of one loop. A debug callback costs 0.2 to 0.7 ms on a CPU whose caches hold a chunk's data, up to
+# 1 ms at worst. So a pass spends at most 50 ms on its reports: 1 % or less where 500 chunks take
+# 10 ms each. A loop of fewer steps reports each of them, because its steps may take minutes.
+_MOST_REPORTS = 50
 
 
 def checked_progress(value: Any, site: str) -> bool | Target:
@@ -67,21 +92,36 @@ def checked_progress(value: Any, site: str) -> bool | Target:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of one call."""
+    """The progress of one call, and the reports of its loop."""
 
     #: The label of a bar, or a function.
     target: Target
     #: On how many devices the loop runs; each of its items counts once per device.
     parts: int = 1
+    #: How many items the loop has, how many one step takes, and how many steps there are.
+    length: int = 0
+    size: int = 1
+    steps: int = 0
 
-    def of_parts(self, count: int) -> "Progress":
+    def of_parts(self, count: int) -> Self:
         """Return the progress of a call whose loop runs on so many devices."""
         return dataclasses.replace(self, parts=count)
 
-    def reports(self, length: int, size: int, steps: int) -> Any:
+    def reports(self, length: int, size: int, steps: int) -> Self:
         """Return the reports of a loop over ``length`` items, ``size`` in each step."""
-        report = importlib.import_module("rankax.ext.progress.report")  # which imports this file
-        return report.Reports(self, length, size, steps)
+        return dataclasses.replace(self, length=length, size=size, steps=steps)
+
+    def step(self, done: jax.Array) -> None:
+        """Report from a step, before which ``done`` items are done."""
+        _report.bind(done, reports=self, is_end=False)
+
+    def end(self, done: jax.Array, outputs: Any) -> None:
+        """Report the end of the loop, which returned ``done`` and ``outputs``."""
+        _report.bind(done, *_one_number(jax.tree.leaves(outputs)), reports=self, is_end=True)
+
+    def show(self, done: Any) -> None:
+        """Show on the host that ``done`` items are done, on each device."""
+        show(self.target, int(done) * self.parts, self.length * self.parts)
 
 
 _has_progress = ContextVar("rankax_has_progress", default=False)
@@ -118,6 +158,78 @@ def wait_for_reports(option: bool | Target, name: str) -> Generator[Progress | N
     except BaseException:
         _close(target)
         raise
+
+
+# What a program reports.
+
+
+def _one_number(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return a number that depends on a leaf; nothing if all leaves are empty."""
+    for x in leaves:
+        if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return [_first(x, *range(x.ndim))]
+    return []
+
+
+def _first(x: jax.Array, *axes: int) -> jax.Array:
+    """Return what is first along some axes.
+
+    On a mesh with explicit axes it is a sum, because such an array cannot be sliced.
+    """
+    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return jnp.sum(x, axes)
+    ends = [1 if axis in axes else n for axis, n in enumerate(x.shape)]
+    return lax.squeeze(lax.slice(x, (0,) * x.ndim, ends), axes)
+
+
+_report = jax.extend.core.Primitive("rankax_report")
+_report.multiple_results = True
+
+
+@_report.def_effectful_abstract_eval
+def _(*_: Any, **__: Any) -> tuple[list[Any], Any]:
+    return [], _effects()
+
+
+@functools.cache
+def _effects() -> Any:
+    """Return the effects of an unordered debug callback, whose type JAX does not export."""
+    return jax.make_jaxpr(lambda: jax.debug.callback(print))().effects
+
+
+@_report.def_impl
+def _call_back(done: Any, *after: Any, reports: Progress, is_end: bool) -> list[Any]:
+    every = -(-reports.steps // _MOST_REPORTS) * reports.size
+    call_back = functools.partial(jax.debug.callback, reports.show)
+    if is_end:
+        jax.debug.callback(lambda *_: reports.show(reports.length), done, *after)
+    elif every == reports.size:
+        call_back(done)
+    else:
+        number = done.dtype.type
+        lax.cond(done % number(every) < number(reports.size), call_back, lambda _: None, done)
+    return []
+
+
+def _report_once(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Report once for all lanes of a `jax.vmap`, which run together."""
+    pairs = list(zip(args, dims, strict=True))
+    if all(dim is None or x.shape[dim] for x, dim in pairs):
+        _report.bind(*(x if dim is None else _first(x, dim) for x, dim in pairs), **params)
+    return [], []
+
+
+def _report_primals(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:
+    _report.bind(*primals, **params)
+    return [], []
+
+
+mlir.register_lowering(_report, mlir.lower_fun(_call_back, multiple_results=True))
+batching.primitive_batchers[_report] = _report_once
+ad.primitive_jvps[_report] = _report_primals
+
+
+# What the host shows.
 
 
 class _Display:
