@@ -128,6 +128,10 @@ class Options:
     def __hash__(self) -> int:
         return self._hash
 
+    def values(self) -> dict[str, Any]:
+        """Return the options by name."""
+        return {name: getattr(self, name) for name in NAMES}
+
     def replace(self, **changes: Any) -> Self:
         """Return other options."""
         return dataclasses.replace(self, **changes)
