@@ -96,7 +96,7 @@ def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
         or place
         or not options.lockstep
         or options.memory_limit is not None
-        or cpu_math.replaces(options, call.axis_name)
+        or (options.cpu_math and cpu_math.replaces(options, call.axis_name))
     )
     return None if needs_item else plan
 

@@ -220,8 +220,8 @@ def _gated_item(fun: Callable[..., Any], item: Callable[[], Any], counts: jax.Ar
 
 def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:
     """Return the chunk size and the tiles of a plan; a reduction has a limit of its own."""
-    chunk_size, most = None if tiles is None else options.most, options.rules.most_reduced
-    tiles = tiles or WHOLE_CHUNKS
-    if options.reduce is None or options.batched or not most:
+    chunk_size, tiles = None if tiles is None else options.most, tiles or WHOLE_CHUNKS
+    if options.reduce is None or options.batched:
         return chunk_size, tiles
-    return chunk_size, Tiles(min(tiles.forward or most, most))
+    most = options.rules.most_reduced
+    return chunk_size, Tiles(min(tiles.forward or most, most)) if most else tiles

@@ -276,8 +276,10 @@ class KernelCall(Call):
     def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
         ranks = self.structure.ranks
         shapes = tuple(
-            None if rank is None else getattr(leaf, "shape", ())
-            for leaf, rank in zip(self.leaves, ranks, strict=True)
+            [
+                None if rank is None else getattr(leaf, "shape", ())
+                for leaf, rank in zip(self.leaves, ranks, strict=True)
+            ]
         )
         batch_shape = options.batch_shape
         if batch_shape is not None and self.cut is not None:
@@ -357,11 +359,13 @@ class KernelCall(Call):
     def untouched(self) -> tuple[tuple[str, Shape], ...]:
         """Return path and shape of every array that has axes, but no rank."""
         return tuple(
-            array
-            for name, value in self.arguments.arguments.items()
-            for path, subtree, rank in _with_ranks(self.kernel, name, value)
-            if rank is None
-            for array in arrays_of(subtree, path)
+            [
+                array
+                for name, value in self.arguments.arguments.items()
+                for path, subtree, rank in _with_ranks(self.kernel, name, value)
+                if rank is None
+                for array in arrays_of(subtree, path)
+            ]
         )
 
     def _described(self, leaves: Sequence[LeafPlan]) -> tuple[Any, ...]:

@@ -130,7 +130,7 @@ class Nest:
 
         A level may cover more than one axis of the batch, or none where it has length 1.
         """
-        sizes, shape = tuple(level.size for level in self.plan.levels), self.plan.batch_shape
+        sizes, shape = tuple([level.size for level in self.plan.levels]), self.plan.batch_shape
         if self.walker is not None:
             sizes = (math.prod(sizes),)
         if sizes == shape:
@@ -252,8 +252,10 @@ class _Walk:
         for spec in reversed(kept):
             fun = map_level(fun, spec, [0] * len(entries), back=back)
         values = fun(*mapped)
-        kept_shape = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
-        row_shape = tuple(plan.batch_shape[axis] for axis in plan.reduced)
+        kept_shape = tuple(
+            [n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced]
+        )
+        row_shape = tuple([plan.batch_shape[axis] for axis in plan.reduced])
 
         def whole(array: jax.Array) -> jax.Array:
             shape = kept_shape + row_shape + array.shape[len(plan.levels) :]
@@ -272,7 +274,7 @@ class _Walk:
         assert self.nest.reductions is not None
         return RowReduction(
             lambda consts: self._of_items(consts, others, begins),
-            tuple(spec for spec in self.nest.plan.levels if spec.reduced),
+            tuple([spec for spec in self.nest.plan.levels if spec.reduced]),
             self.item.outputs,
             self.nest.reductions,
             self.jaxpr,

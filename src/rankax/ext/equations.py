@@ -52,7 +52,7 @@ def operations(jaxpr: Jaxpr, moving: set[Any] | None = None, times: int = 1) -> 
     moving = set(jaxpr.invars) if moving is None else moving
     for eqn in jaxpr.eqns:
         name, params = name_and_params(eqn)
-        varying = tuple(not isinstance(v, Literal) and v in moving for v in eqn.invars)
+        varying = tuple([not isinstance(v, Literal) and v in moving for v in eqn.invars])
         programs = list(subprograms(eqn))
         is_loop = name in _LOOPS
         yield Operation(name, eqn, times, varying, is_loop, bool(programs))

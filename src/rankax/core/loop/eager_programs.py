@@ -110,7 +110,7 @@ def _of_program(jaxpr: Jaxpr, other: _Other) -> Hashable:
     def used(atom: Any) -> Hashable:
         return _of_literal(atom, other) if isinstance(atom, Literal) else numbers[atom]
 
-    inputs = tuple(defined(v) for v in (*jaxpr.constvars, *jaxpr.invars))
+    inputs = tuple([defined(v) for v in (*jaxpr.constvars, *jaxpr.invars)])
     body: list[Hashable] = []
     for eqn in jaxpr.eqns:
         params = _of_params(eqn, other)
@@ -134,9 +134,9 @@ def _of_params(eqn: JaxprEqn, other: _Other) -> Hashable:
     if kind in RULES:
         return key_of_value(params["call_jaxpr"], other)
     left_out = "callback" if kind == "debug_callback" else _DERIVATIVES_ONLY.get(kind)
-    kept = (
+    kept = [
         (name, key_of_value(value, other)) for name, value in params.items() if name != left_out
-    )
+    ]
     return kind, *kept
 
 
@@ -170,7 +170,7 @@ def key_of_value(value: Any, other: _Other) -> Hashable:
     if not programs.is_container(value):
         return other(value)
     items = value.items() if isinstance(value, dict) else value
-    return type(value), tuple(key_of_value(item, other) for item in items)
+    return type(value), tuple([key_of_value(item, other) for item in items])
 
 
 def _is_known(value: Any) -> bool:
@@ -459,7 +459,7 @@ def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
     config: Any = jax.config
     if config.jax_compilation_cache_dir or config.jax_disable_jit:
         return  # JAX finds it in a file, or compiles nothing
-    kinds = tuple((jax.typeof(x), *_transforms(x)) for x in arrays)
+    kinds = tuple([(jax.typeof(x), *_transforms(x)) for x in arrays])
     if next(_compilations.get_or_make((key, kinds), itertools.count)):
         warn_once(
             "compiled again",

@@ -262,8 +262,8 @@ def even_chunk_size(sizes: Sequence[int], most: int) -> int:
 
 def _divisor(number: int, least: int, most: int) -> int:
     """Return the largest divisor from ``least`` to ``most``, or 0 if there is none."""
-    pairs = ((d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
-    return max((d for pair in pairs for d in pair if least <= d <= most), default=0)
+    pairs = [(d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return max([d for pair in pairs for d in pair if least <= d <= most], default=0)
 
 
 def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
@@ -556,8 +556,10 @@ class Plan:
         batches = tuple([leaf.batch_axes for leaf in leaves])
         levels = plan_levels(batches, shape, chunk_size, frozenset(self.reduced), tiles)
         in_order = sorted(levels, key=operator.attrgetter("axes"))
+        sizes = [level.chunks.length for level in in_order]
         fronts = [
-            tuple([level.size for level in in_order if level.mapped[i]]) for i in range(len(leaves))
+            tuple([n for n, level in zip(sizes, in_order, strict=True) if level.mapped[i]])
+            for i in range(len(leaves))
         ]
         arrays = [(leaf, new) for leaf, new in zip(leaves, fronts, strict=True) if leaf.is_array]
         mapped = [i for i, leaf in enumerate(leaves) if fronts[i] and leaf.is_array]

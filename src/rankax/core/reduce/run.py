@@ -81,7 +81,7 @@ class Reductions:
 
     def of_items(self, where: str | int) -> Self:
         """Return the same for the items that count."""
-        entries = tuple(entry.of_items(where) for entry in self.entries)
+        entries = tuple([entry.of_items(where) for entry in self.entries])
         return dataclasses.replace(self, entries=entries)
 
     @property
@@ -154,7 +154,7 @@ def trace_reduced(
     for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
         leaves, structure = jax.tree.flatten(tree)
         first, end = end, end + len(leaves)
-        names = tuple(name for name, _ in leaves_with_names(tree, path))
+        names = tuple([name for name, _ in leaves_with_names(tree, path)])
         positions = tuple(range(first, end))
         mask = None if entry.where is None else masks.index(entry.where) - len(masks) + len(types)
         own = Outputs(path, names, structure, tuple(leaves), positions, mask, total)

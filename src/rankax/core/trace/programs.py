@@ -123,11 +123,14 @@ def with_params(eqn: JaxprEqn, **changes: Any) -> Any:
 
 def subprograms(eqn: JaxprEqn) -> Iterator[Any]:
     """Yield the jaxpr of each program that an equation calls; of a branch, all of them."""
-    for value in name_and_params(eqn)[1].values():
+    waiting = [*name_and_params(eqn)[1].values()][::-1]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
         # Most parameters hold nothing; to flatten them would take most of the time.
-        for leaf in jax.tree.leaves(value, is_leaf=_is_leaf) if is_container(value) else [value]:
-            if isinstance(leaf, (Jaxpr, ClosedJaxpr)):
-                yield leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf
+        elif isinstance(value, (tuple, list, dict)) and is_container(value):
+            waiting += [*(value.values() if isinstance(value, dict) else value)][::-1]
 
 
 def with_subprograms(eqn: JaxprEqn, fun: Callable[[Any], Any]) -> Any:
@@ -137,6 +140,8 @@ def with_subprograms(eqn: JaxprEqn, fun: Callable[[Any], Any]) -> Any:
     """
     changes = {}
     for name, value in name_and_params(eqn)[1].items():
+        if not isinstance(value, (Jaxpr, ClosedJaxpr, tuple, list, dict)):
+            continue  # to flatten it would take most of the time
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
         # A program among other things may be one of two copies: a primitive of Equinox keeps a
         # function in one parameter, and the structure it was made with in another.
