@@ -151,7 +151,7 @@ def fit(own: Traced) -> Fitted:
     def plan_of(chunk_size: int | str | None) -> Plan:
         return part.plan(options.replace(chunk_size=chunk_size), tiles)
 
-    changes_item = cpu_math.replaces(options, call.axis_name)
+    changes_item = options.cpu_math and cpu_math.is_on(options)
     if not options.lockstep:
         found["ends"], in_lanes = lanes.planner(item, options, part.plan_whole(options))
         plan_of = in_lanes or plan_of
@@ -192,7 +192,8 @@ def walk_of(
     differentiable: bool = True,
 ) -> Nest:
     """Return what walks the levels of a plan: nested maps and loops, or lanes."""
-    passes: tuple[Pass, ...] = (cpu_math.PASS,) if cpu_math.is_on(options) else ()
+    replaces = options.cpu_math and cpu_math.is_on(options)
+    passes: tuple[Pass, ...] = (cpu_math.PASS,) if replaces else ()
     passes = passes if options.lockstep else (*passes, lanes.REVERSE)
     return nest_of(
         plan,

@@ -53,9 +53,10 @@ from rankax.ext.blocks.call import call_on_blocks
 from rankax.ext.check.call import check, nonfinite
 from rankax.ext.check.ragged import RaggedItems
 from rankax.ext.explain.call import plan_kernel
-from rankax.ext.jit import evaluate_kernel, lowered
-from rankax.ext.ragged.results import plan_ragged
+from rankax.ext.jit import compiled_parts, evaluate_compiled, lowered
+from rankax.ext.ragged.results import call_ragged, plan_ragged
 from rankax.ext.tune.measure import tuned
+from rankax.pipeline import evaluate
 
 if TYPE_CHECKING:  # the types of what extensions return
     from rankax.ext.check.call import CheckReport, NonFinite
@@ -101,7 +102,11 @@ class Kernel(Generic[P, R]):
 
     def run_bound(self, call: KernelCall) -> Any:
         """Evaluate a bound call."""
-        return evaluate_kernel(call)
+        if call.structure.nodes:
+            return call_ragged(call, compiled_parts(call.kernel))
+        if call.kernel.preset.jit:
+            return evaluate_compiled(call)
+        return evaluate(call, call.kernel.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""

@@ -60,14 +60,9 @@ class _Fixed:
     key: Any
 
 
-def evaluate_kernel(call: KernelCall) -> Any:
-    """Evaluate a call of a kernel: as it is, by its compiled program, or one group at a time."""
-    kernel = call.kernel
-    if call.structure.nodes:
-        return call_ragged(call, compiled_parts(kernel))
-    if not kernel.preset.jit:
-        return evaluate(call, kernel.options())
-    staged = is_staged()
+def evaluate_compiled(call: KernelCall) -> Any:
+    """Evaluate a call by the compiled program of its kernel."""
+    kernel, staged = call.kernel, is_staged()
     frame, arrays, filling = _split(call, is_alone=not staged)
     if staged:  # the outer program shows no call of ours
         return _run(kernel, frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
