@@ -29,7 +29,7 @@ from rankax.core.protocols import Form
 from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.core.trace.programs import ItemProgram, evaluate, trace_item, with_shape
-from rankax.core.walk import nest_of
+from rankax.core.walk import Nest, nest_of
 
 
 # Not frozen: one is made in each call, and a frozen one takes two microseconds more to make.
@@ -108,7 +108,7 @@ class Call(abc.ABC):
         on_item = self.on_item(plan)
         if not plan.levels:
             return on_item()
-        nest = nest_of(plan, plan.mapped, differentiable=False)
+        nest = nest_of(plan, plan.mapped) if plan.splits else Nest(plan, plan.mapped)
         trees: list[Any] = []
 
         # Only leaves pass through the maps: a pytree class may reject the arrays of a level.

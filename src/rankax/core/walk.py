@@ -53,10 +53,10 @@ class Nest:
 
     plan: Plan
     inputs: tuple[int, ...]
-    reductions: Reductions | None
-    differentiable: bool
-    rules: Rules
-    passes: tuple[Pass, ...]
+    reductions: Reductions | None = None
+    differentiable: bool = True
+    rules: Rules = NO_RULES
+    passes: tuple[Pass, ...] = ()
     takes_chunks: bool = False
 
     @property
