@@ -102,6 +102,7 @@ class Options:
     lockstep: bool = option(True, scoped=True)
     cpu_math: bool = option(False, scoped=True)
     xla_cpu: bool = option(rules.DEFAULT, scoped=True)
+    hoist: bool = option(True, scoped=True)
     reduce: Reductions | None = option(None, read_reductions)
     reduce_axis: int | tuple[int, ...] | None = option(None, _reduce_axis)
     where: str | int | None = option(None, checked_where)
@@ -250,6 +251,7 @@ class Scoped(TypedDict, total=False):
     lockstep: bool
     cpu_math: bool
     xla_cpu: bool
+    hoist: bool
 
 
 class Entered(Scoped, total=False):
@@ -281,7 +283,7 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
 
     Parameters
     ----------
-    chunk_size, memory_limit, checkpoint, progress, devices, lockstep, cpu_math, xla_cpu
+    chunk_size, memory_limit, checkpoint, progress, devices, lockstep, cpu_math, xla_cpu, hoist
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel. `chunked_vmap`, `chunked_reduce` and the chunked Jacobians follow a scope,
         too, in each option for which they are given None.

@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import jax
 
 from rankax._options import AUTO, Options
-from rankax.call.base import Call
+from rankax.call.base import Call, sizes_of
 from rankax.core.base.arrays import inside_call, is_spread, on_mesh
 from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
 from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest, nest_of
-from rankax.ext import cpu_math
+from rankax.ext import cpu_math, once
 from rankax.ext.batched import Batched
 from rankax.ext.devices.call import devices_of
 from rankax.ext.lanes import walker as lanes
@@ -117,6 +117,7 @@ class Traced(NamedTuple):
     whole: Plan  # of the whole batch, without chunks
     item: ItemProgram
     layout: Layout
+    parts: tuple[once.Part, ...] = ()  # what is evaluated before; item and plan are of the rest
 
 
 def traced(call: Call, options: Options, place: Placement) -> Traced:
@@ -144,28 +145,29 @@ def fit(own: Traced) -> Fitted:
     if own.whole.is_empty:
         return Fitted(own.whole, call, options, {}, is_walked=True)
     part = call.part(own.whole, layout.shapes()[-1]) if layout else call
+    whole = part.plan_whole(options) if layout else own.whole
     found: dict[str, Any] = {}
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
     tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(item.closed.jaxpr, updated)
 
     def plan_of(chunk_size: int | str | None) -> Plan:
-        return part.plan(options.replace(chunk_size=chunk_size), tiles)
+        sized = options.replace(chunk_size=chunk_size)
+        return own.whole.cut(*sizes_of(sized, tiles)) if own.parts else part.plan(sized, tiles)
 
     changes_item = options.cpu_math and cpu_math.is_on(options)
     if not options.lockstep:
-        found["ends"], in_lanes = lanes.planner(item, options, part.plan_whole(options))
+        found["ends"], in_lanes = lanes.planner(item, options, whole)
         plan_of = in_lanes or plan_of
         changes_item = changes_item or lanes.changes(item, found["ends"])
 
     if options.chunk_size == AUTO:
-        size = memory.default_size(item, options, part.plan_whole(options), tiles)
+        size = memory.default_size(item, options, whole, tiles)
         options = options.replace(chunk_size=size)
     if options.memory_limit is not None:
         walks = functools.partial(walk_of, inputs=own.whole.mapped)
         of_lengths = functools.partial(_item_of_lengths, own)
-        key = part.plan_whole(options)
         found["memory"] = chosen = memory.within_limit(
-            item, options, part, own.whole.mapped, plan_of, walks, of_lengths, key
+            item, options, part, own.whole.mapped, plan_of, walks, of_lengths, whole
         )
         checkpoint = False if chosen.stored else options.checkpoint
         options = options.replace(chunk_size=chosen.chunk_size, checkpoint=checkpoint)
@@ -173,6 +175,19 @@ def fit(own: Traced) -> Fitted:
     plan = plan_of(options.chunk_size)
     needs_walk = plan.has_loop or changes_item or call.is_kept or layout or options.reduce
     return Fitted(plan, part, options, found, is_walked=bool(needs_walk))
+
+
+def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
+    """Choose how a call runs, with the work of some arguments taken out of its loops."""
+    fitted, options = fit(own), own.options
+    is_asked = options.hoist and fitted.plan.has_loop and options.memory_limit is None
+    is_plain = options.lockstep and not (options.batched or own.layout)
+    if not (is_asked and is_plain and once.is_possible(own.whole, own.item)):
+        return own, fitted
+    if (split := once.split(own.item, own.whole)) is None:
+        return own, fitted
+    own = own._replace(item=split.item, whole=split.plan, parts=split.parts)
+    return own, fit(own)
 
 
 def _item_of_lengths(own: Traced, *lengths: int) -> ItemProgram:
@@ -234,10 +249,11 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
 def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
     own = own._replace(item=own.item.whole)
-    call, whole, layout = own.call, own.whole, own.layout
-    fitted = fit(own)
+    call, before, layout = own.call, own.whole, own.layout
+    own, fitted = fit_apart(own)
     if not fitted.is_walked:
         return None
+    whole = own.whole
     options = fitted.options
     if not options.on_cpu:
         memory.warn_of_small_steps(own.item, fitted.plan)
@@ -253,4 +269,21 @@ def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program
     walks = {other: walk(call.part(whole, other).plan(options)) for other in others}
     walks[shape] = walk(fitted.plan, observer)
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
-    return functools.partial(layout.walk, walks)
+    program = functools.partial(layout.walk, walks)
+    if not own.parts:
+        return program
+    one_by_one = options.replace(reduce=None)
+    plans = [
+        part.plan.cut(options.most, options.rules.tiles(part.item.closed.jaxpr, 0))
+        for part in own.parts
+    ]
+    of_parts = [
+        walk_of(plan, one_by_one, inputs=part.plan.mapped, differentiable=not is_now)
+        for plan, part in zip(plans, own.parts, strict=True)
+    ]
+
+    def walk_part(number: int, item: ItemProgram, leaves: list[Any]) -> list[Any]:
+        return of_parts[number].walk(item, leaves)
+
+    chosen = [part.axes for part in own.parts]
+    return lambda item, leaves: program(*once.evaluated(item, before, chosen, leaves, walk_part))

@@ -58,6 +58,7 @@ OPTIONS = {
     "keys": {"key": KEY},
     "sines of ours": {"cpu_math": True},
     "the plain program": {"xla_cpu": False},
+    "no part moved": {"hoist": False},
     "lanes": {"lockstep": False},
     "a stream": {"stream": True},
 }

@@ -11,11 +11,11 @@ from rankax.call.kernels import KernelCall
 from rankax.core.base.arrays import inside_call, on_mesh, shape_of
 from rankax.core.plan.schedule import Plan
 from rankax.core.protocols import Placement
-from rankax.ext import cpu_math
+from rankax.ext import cpu_math, once
 from rankax.ext.bucket import fill_up, marked
 from rankax.ext.explain.plan import BatchPlan, shown
 from rankax.ext.memory import choose as memory
-from rankax.pipeline import Traced, by_hand, fit, observed, place_of, prepared, traced
+from rankax.pipeline import Traced, by_hand, fit_apart, observed, place_of, prepared, traced
 
 
 def plan_kernel(call: KernelCall) -> BatchPlan:
@@ -55,9 +55,11 @@ def _planned(bound: KernelCall, options: Options, place: Placement) -> BatchPlan
     with observed(options, bound.name):
         own = traced(call, options, place)
     own = own._replace(item=own.item.whole)
-    fitted, whole = fit(own), own.whole
-    schedule = fitted.plan
-    found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves, **fitted.found}
+    whole = own.whole
+    own, fitted = fit_apart(own)
+    schedule = once.shown(fitted.plan, whole, own.parts) if own.parts else fitted.plan
+    found |= {"batch_shape": whole.batch_shape, **fitted.found}
+    found |= {} if own.parts else {"leaves": whole.leaves}
     found |= {**own.layout.shown, "notes": _notes(own, schedule)}
     return shown(schedule, **found)
 
@@ -68,4 +70,5 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
         notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
+    notes += once.notes(call.parts)
     return (*notes, *cpu_math.notes(options, jaxpr), *memory.notes(options, jaxpr, plan))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: MIT
+"""Each argument's own work, once: what an item computes from fewer batch axes than it has.
+
+In ``exp(-|net(x) - net(y)|**2)`` over pairs, ``net(y)`` depends on ``y`` alone. `jax.vmap`
+evaluates it once for each ``y``, but a loop over rows of pairs would do so once for each pair. So
+the program of an item is split by the axes on which its equations depend: an argument depends on
+those along which it is longer than 1. A part that depends on fewer axes than the item is evaluated
+over its own axes, before the loop, in chunks like any map; its results are arguments of the rest,
+which broadcast as all arguments do. In the reverse pass, their cotangents add up, and are pulled
+back once.
+
+A part is dear, and so worth a loop of its own, if it has a quarter of the numbers that an item
+computes. Its results must not take more than `_MOST_BYTES`, or `_PER_ARGUMENT` times what the
+arguments and outputs of the call take; larger ones are computed again, as in the loop.
+
+What has effects, calls back, or draws from a key of its own item stays where it is. So does all of
+an item that says whether it counts (``where=``): its parts could send NaN back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from rankax.core.declare.dims import Rank
+from rankax.core.plan.schedule import LeafPlan, Plan, broadcast
+from rankax.core.trace.programs import ItemProgram, with_variables
+from rankax.ext.equations import bytes_of, cost
+
+_DEAR = 1 / 4  # of the numbers that an item computes
+_MOST_BYTES, _PER_ARGUMENT = 2**26, 8
+
+Axes = frozenset[int]
+
+
+class Piece(NamedTuple):
+    """A part of a program: its equations, what it reads, and what it computes for others."""
+
+    axes: Axes  # on which it depends
+    eqns: list[Any]
+    reads: list[Any]
+    makes: list[Any]
+
+
+class Part(NamedTuple):
+    """A part of the work of a call."""
+
+    axes: Axes
+    plan: Plan  # over these axes, without chunks
+    item: ItemProgram
+    makes: tuple[LeafPlan, ...]  # its results, as leaves of the call
+    bytes: int  # what they take
+
+
+class Split(NamedTuple):
+    """A call in parts."""
+
+    parts: tuple[Part, ...]
+    plan: Plan  # of the rest, without chunks
+    item: ItemProgram  # the rest
+
+
+def is_possible(plan: Plan, item: ItemProgram) -> bool:
+    """Whether a call has arguments whose own work may be moved."""
+    has_axes = sum(size > 1 for size in plan.batch_shape) > 1
+    counts = any(own.mask is not None for own in item.outputs)
+    return has_axes and not counts and not item.closed.effects and not item.read
+
+
+def pieces(
+    jaxpr: Jaxpr, plan: Plan, chosen: Sequence[Axes] | None = None
+) -> tuple[list[Piece], Piece]:
+    """Split the program of an item into parts, which are dear or ``chosen``, and the rest."""
+    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
+    on: dict[Any, Axes] = {v: frozenset() for v in jaxpr.constvars}
+    on |= dict.fromkeys(jaxpr.invars, every)  # numbers of items, after the leaves
+    for v, axes in zip(jaxpr.invars, plan.batch_axes, strict=False):
+        on[v] = frozenset(axis for axis in every if axes[axis] is not None)
+    groups: dict[Axes, list[Any]] = {}
+    of: dict[int, Axes] = {}
+    for eqn in jaxpr.eqns:
+        own = frozenset[int]().union(*(on[v] for v in eqn.invars if not isinstance(v, Literal)))
+        own = own if _may_move(eqn) else every
+        on |= dict.fromkeys(eqn.outvars, own)
+        of[id(eqn)] = own
+        groups.setdefault(own, []).append(eqn)
+    total = cost(jaxpr)
+    found, moved = list[Piece](), set[int]()
+    for own in sorted(groups, key=lambda axes: (len(axes), sorted(axes))):
+        if own in (every, frozenset()):
+            continue
+        is_dear = chosen is None and _cost(jaxpr, groups[own]) >= _DEAR * total
+        if not (is_dear or own in (chosen or ())):
+            continue
+        mine = [eqn for eqn in jaxpr.eqns if of[id(eqn)] <= own and id(eqn) not in moved]
+        ids = {id(eqn) for eqn in mine if of[id(eqn)]}
+        others = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids and id(eqn) not in moved]
+        needed = {v for eqn in others for v in _variables(eqn.invars)}
+        needed |= {*_variables(jaxpr.outvars)}
+        makes = [v for eqn in mine if of[id(eqn)] for v in eqn.outvars if v in needed]
+        found.append(_piece(own, mine, makes))
+        moved |= ids
+    rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in moved]
+    return found, _piece(every, rest, jaxpr.outvars)
+
+
+def _may_move(eqn: Any) -> bool:
+    is_plain = not eqn.effects and "callback" not in eqn.primitive.name
+    return is_plain and not any(
+        jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) if hasattr(v.aval, "dtype") else True
+        for v in eqn.outvars
+    )
+
+
+def _variables(values: Sequence[Any]) -> list[Any]:
+    return [v for v in values if not isinstance(v, Literal)]
+
+
+def _cost(jaxpr: Jaxpr, eqns: Sequence[Any]) -> int:
+    return cost(jaxpr.replace(eqns=list(eqns)))
+
+
+def _piece(axes: Axes, eqns: Sequence[Any], makes: Sequence[Any]) -> Piece:
+    """Return a part with the equations that its results need, in their order."""
+    wanted, kept = {*_variables(makes)}, list[Any]()
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars) or eqn.effects:
+            kept.append(eqn)
+            wanted |= {*_variables(eqn.invars)}
+    made = {v for eqn in kept for v in eqn.outvars}
+    reads = dict.fromkeys(v for eqn in kept[::-1] for v in _variables(eqn.invars) if v not in made)
+    reads |= dict.fromkeys(v for v in _variables(makes) if v not in made)
+    return Piece(axes, kept[::-1], list(reads), list(makes))
+
+
+def split(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -> Split | None:
+    """Take the parts out of an item that are worth it, or those ``chosen`` before.
+
+    Programs that agree equation by equation, as those of a kernel with its rules of derivatives and
+    without them do, have the same parts.
+    """
+    jaxpr = item.closed.jaxpr
+    found, rest = pieces(jaxpr, plan, chosen)
+    by_position = {leaf.position: leaf for leaf in plan.leaves}
+    leaf_of = {v: by_position[i] for v, i in zip(jaxpr.invars, plan.mapped, strict=False)}
+    arguments = sum(math.prod(leaf.batch_axes) * bytes_of(v) for v, leaf in leaf_of.items())
+    parts, position = list[Part](), max(by_position, default=0)
+    for piece in found:
+        reads = [v for v in leaf_of if v in piece.reads]
+        leaves = [leaf_of[v] for v in reads]
+        shape, _ = broadcast([(i, leaf.batch_axes) for i, leaf in enumerate(leaves)])
+        path = f"f({', '.join(dict.fromkeys(leaf.path for leaf in leaves))})"
+        for v in piece.makes:
+            position += 1
+            core, rank = tuple(v.aval.shape), Rank(v.aval.ndim)
+            leaf_of[v] = LeafPlan(path, shape + core, rank.rank, core, shape, rank, False, position)
+        whole = Plan(plan.kernel, shape, tuple(leaves), ()).cut(None)
+        size = math.prod(shape) * sum(map(bytes_of, piece.makes))
+        makes = tuple([leaf_of[v] for v in piece.makes])
+        parts.append(Part(piece.axes, whole, _program(item, piece, reads), makes, size))
+    kept = [n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced]
+    outputs = math.prod(kept) * sum(map(bytes_of, jaxpr.outvars))
+    most = max(_MOST_BYTES, _PER_ARGUMENT * (arguments + outputs))
+    if not parts or (chosen is None and sum(part.bytes for part in parts) > most):
+        return None
+    reads = [v for v in leaf_of if v in rest.reads]
+    shapes = [leaf for leaf in plan.leaves if not leaf.is_array]
+    plan = dataclasses.replace(plan, leaves=(*(leaf_of[v] for v in reads), *shapes)).cut(None)
+    numbers = jaxpr.invars[len(jaxpr.invars) - len(plan.splits) :] if plan.splits else []
+    closed = _program(item, rest, [*reads, *numbers]).closed
+    return Split(tuple(parts), plan, dataclasses.replace(item, closed=closed))
+
+
+def evaluated(
+    item: ItemProgram,
+    plan: Plan,
+    chosen: Sequence[Axes],
+    leaves: Sequence[Any],
+    walk: Callable[[int, ItemProgram, list[Any]], list[Any]],
+) -> tuple[ItemProgram, list[Any]]:
+    """Evaluate the parts; return the rest of an item, and its leaves.
+
+    Parameters
+    ----------
+    item : ItemProgram
+    plan : Plan
+        Of the whole call, without chunks.
+    chosen : sequence
+        The axes of each part.
+    leaves : sequence of arrays
+        Those that the plan maps.
+    walk : callable
+        Evaluates the program of the part with this number over its own axes.
+    """
+    own = split(item, plan, chosen)
+    assert own is not None
+    values = dict(zip(plan.mapped, leaves, strict=True))
+    for number, part in enumerate(own.parts):
+        outs = walk(number, part.item, [values[i] for i in part.plan.mapped])
+        values |= {leaf.position: x for leaf, x in zip(part.makes, outs, strict=True)}
+    return own.item, [values[i] for i in own.plan.mapped]
+
+
+def shown(plan: Plan, whole: Plan, parts: Sequence[Part]) -> Plan:
+    """Return the plan of the rest, with the leaves of the whole call as well."""
+    makes = [leaf for part in parts for leaf in part.makes]
+    leaves = (*whole.leaves, *makes)
+    by_level = [
+        dict(zip([leaf.position for leaf in plan.leaves], level.mapped, strict=True))
+        for level in plan.levels
+    ]
+    levels = [
+        dataclasses.replace(level, mapped=tuple([own.get(x.position, False) for x in leaves]))
+        for level, own in zip(plan.levels, by_level, strict=True)
+    ]
+    return dataclasses.replace(plan, leaves=leaves, levels=tuple(levels))
+
+
+def _program(item: ItemProgram, piece: Piece, inputs: Sequence[Any]) -> ItemProgram:
+    """Return the program of a piece, as that of an item."""
+    closed, count = item.closed, len(piece.makes)
+    pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    consts = {v: x for v, x in pairs if v in piece.reads}
+    jaxpr = with_variables(closed.jaxpr, inputs, piece.makes, eqns=piece.eqns, constvars=[*consts])
+    names = tuple(f"result {i}" for i in range(count))
+    return dataclasses.replace(
+        item,
+        closed=ClosedJaxpr(jaxpr, [*consts.values()]),
+        out_tree=None,
+        out_names=names,
+        out_axes=(0,) * count,
+        outputs=(),
+    )
+
+
+def notes(parts: Sequence[Part]) -> list[str]:
+    """Return what a plan says of the parts of a call."""
+    return [
+        f"{part.makes[0].path}: once for each of {math.prod(part.plan.batch_shape)}, "
+        f"{max(1, part.bytes // 1000)} kB"
+        for part in parts
+    ]
