@@ -436,6 +436,12 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     xla_cpu : bool, default True
         Apply the rules for XLA on a CPU. ``False`` leaves the plain program, a scan
         over `jax.vmap`. See :ref:`xla-cpu`.
+    hoist : bool, default True
+        Evaluate what depends on fewer batch axes than an item over those axes only, before the
+        loop, as `jax.vmap` does: in ``exp(-|net(x) - net(y)|**2)``, ``net(y)`` once for each ``y``,
+        not once for each pair. Its results are kept, and ``plan`` shows them. Not with
+        ``memory_limit``, several devices, ``where=`` or ``lockstep=False``. ``False``: evaluate
+        everything of an item for each item.
 
     Devices
     -------
@@ -459,12 +465,6 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         The kernel takes a batch itself: one axis in front of each argument with a rank, and of each
         output, for the items of a chunk. Ranks still count the axes of one item. See
         :doc:`/howto/batched`.
-    hoist : bool, default True
-        Evaluate what depends on fewer batch axes than an item over those axes only, before the
-        loop, as `jax.vmap` does: in ``exp(-|net(x) - net(y)|**2)``, ``net(y)`` once for each ``y``,
-        not once for each pair. Its results are kept, and ``plan`` shows them. Not with
-        ``memory_limit``, several devices, ``where=`` or ``lockstep=False``. ``False``: evaluate
-        everything of an item for each item.
 
     Returns
     -------

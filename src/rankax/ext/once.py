@@ -9,8 +9,9 @@ over its own axes, before the loop, in chunks like any map; its results are argu
 which broadcast as all arguments do. In the reverse pass, their cotangents add up, and are pulled
 back once.
 
-A part is dear, and so worth a loop of its own, if it has a quarter of the numbers that an item
-computes. Its results must not take more than `_MOST_BYTES`, or `_PER_ARGUMENT` times what the
+A part is dear, and so worth a loop of its own, if it takes at least eight operations for each
+number that the rest reads of it, and a sixteenth of those of an item; an exponential counts as
+sixteen. Its results must not take more than `_MOST_BYTES`, or `_PER_ARGUMENT` times what the
 arguments and outputs of the call take; larger ones are computed again, as in the loop.
 
 What has effects, calls back, or draws from a key of its own item stays where it is. So does all of
@@ -31,9 +32,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from rankax.core.declare.dims import Rank
 from rankax.core.plan.schedule import LeafPlan, Plan, broadcast
 from rankax.core.trace.programs import ItemProgram, with_variables
-from rankax.ext.equations import bytes_of, cost
+from rankax.ext.equations import FUNCTIONS, bytes_of, operations
 
-_DEAR = 1 / 4  # of the numbers that an item computes
+_FUNCTION = 16  # operations
+_LEAST_PER_NUMBER, _LEAST_SHARE = 8, 1 / 16  # operations, and of those of an item
 _MOST_BYTES, _PER_ARGUMENT = 2**26, 8
 
 Axes = frozenset[int]
@@ -90,13 +92,12 @@ def pieces(
         on |= dict.fromkeys(eqn.outvars, own)
         of[id(eqn)] = own
         groups.setdefault(own, []).append(eqn)
-    total = cost(jaxpr)
+    total = _work(jaxpr, jaxpr.eqns)
     found, moved = list[Piece](), set[int]()
     for own in sorted(groups, key=lambda axes: (len(axes), sorted(axes))):
         if own in (every, frozenset()):
             continue
-        is_dear = chosen is None and _cost(jaxpr, groups[own]) >= _DEAR * total
-        if not (is_dear or own in (chosen or ())):
+        if chosen is not None and own not in chosen:
             continue
         mine = [eqn for eqn in jaxpr.eqns if of[id(eqn)] <= own and id(eqn) not in moved]
         ids = {id(eqn) for eqn in mine if of[id(eqn)]}
@@ -104,7 +105,12 @@ def pieces(
         needed = {v for eqn in others for v in _variables(eqn.invars)}
         needed |= {*_variables(jaxpr.outvars)}
         makes = [v for eqn in mine if of[id(eqn)] for v in eqn.outvars if v in needed]
-        found.append(_piece(own, mine, makes))
+        piece = _piece(own, mine, makes)
+        if chosen is None:
+            work, numbers = _work(jaxpr, piece.eqns), sum(v.aval.size for v in makes)
+            if work < max(_LEAST_PER_NUMBER * numbers, _LEAST_SHARE * total):
+                continue
+        found.append(piece)
         moved |= ids
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in moved]
     return found, _piece(every, rest, jaxpr.outvars)
@@ -122,8 +128,15 @@ def _variables(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if not isinstance(v, Literal)]
 
 
-def _cost(jaxpr: Jaxpr, eqns: Sequence[Any]) -> int:
-    return cost(jaxpr.replace(eqns=list(eqns)))
+def _work(jaxpr: Jaxpr, eqns: Sequence[Any]) -> int:
+    """Return about how many operations equations take for one item."""
+    total = 0
+    for each in operations(jaxpr.replace(eqns=list(eqns))):
+        if not each.calls:
+            sizes = [v.aval.size for v in (*each.eqn.invars, *each.eqn.outvars) if v.aval.shape]
+            weight = _FUNCTION if each.name in FUNCTIONS else 1
+            total += each.times * weight * max(sizes, default=1)
+    return total
 
 
 def _piece(axes: Axes, eqns: Sequence[Any], makes: Sequence[Any]) -> Piece:

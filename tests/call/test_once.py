@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: MIT
+"""What depends on fewer axes than an item is evaluated over those axes only."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rankax
+from helpers import assert_same, slow, temporary_bytes
+from rankax import SplitKey, auto_vmap
+from rankax.ext.equations import operations
+
+R = np.random.default_rng(0)
+X, Y = (jnp.asarray(R.normal(size=(n, 3)), jnp.float32) for n in (13, 29))
+W, V = (jnp.asarray(R.normal(size=shape) / 4, jnp.float32) for shape in ((3, 32), (32, 4)))
+
+
+def net(x):
+    return jnp.tanh(jnp.tanh(x @ W) @ V)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.sum(jnp.sin(x @ W) ** 2)
+
+
+def clipped_backward(x, ct):
+    return (jnp.clip(jax.grad(lambda x: jnp.sum(jnp.sin(x @ W) ** 2))(x), -0.1, 0.1) * ct,)
+
+
+clipped.defvjp(lambda x: (clipped(x), x), clipped_backward)
+
+
+def solved(x):
+    return jnp.linalg.solve(jnp.eye(3) * 4 + jnp.outer(x, x), x)
+
+
+def doubled(x):
+    return jax.lax.fori_loop(0, 5, lambda _, z: jnp.tanh(z @ W @ V[:, :3] + x), x)
+
+
+KERNELS = {
+    "two nets": lambda x, y: jnp.exp(-jnp.sum((net(x) - net(y)) ** 2)),
+    "one net": lambda x, y: jnp.sin(jnp.sum(net(y)) + x[0]),
+    "a tangent kernel": lambda x, y: (
+        jax.grad(lambda x: net(x)[0])(x) @ jax.grad(lambda y: net(y)[1])(y)
+    ),
+    "a rule": lambda x, y: clipped(x) * y[0] + clipped(y),
+    "a solver": lambda x, y: solved(x) @ y,
+    "a loop": lambda x, y: jnp.sum(doubled(x) * doubled(y)),
+    "an output of one side": lambda x, y: (net(x), jnp.sum(x * net(y)[:3])),
+    "nothing to move": lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2)),
+}
+CALLS = {
+    "a map": {"chunk_size": 7},
+    "a sum of rows": {"reduce": "sum", "reduce_axis": -1, "chunk_size": 10},
+    "a sum of columns": {"reduce": "sum", "reduce_axis": 0, "chunk_size": 10},
+    "all": {"reduce": "logsumexp", "chunk_size": 50},
+    "the largest": {"reduce": "max", "reduce_axis": -1, "chunk_size": 10},
+}
+
+
+def by_hand(kernel, call):
+    """Return the same call by `jax.vmap`."""
+
+    def pairs(x, y):
+        outs = jax.vmap(lambda x: jax.vmap(lambda y: kernel(x, y))(y))(x)
+        if "reduce" not in call:
+            return outs
+        axis = call.get("reduce_axis", (0, 1))
+        axis = axis % 2 if isinstance(axis, int) else axis
+        fun = {"sum": jnp.sum, "max": jnp.max, "logsumexp": jax.nn.logsumexp}[call["reduce"]]
+        return jax.tree.map(lambda out: fun(out, axis=axis), outs)
+
+    return pairs
+
+
+def total(pairs, x, y):
+    return sum(jnp.sum(jnp.sin(out)) for out in jax.tree.leaves(pairs(x, y)))
+
+
+def calls_of(kernel, call, **options):
+    mapped = auto_vmap(x=1, y=1, **call, **options)(kernel)
+    return lambda x, y: mapped(x[:, None], y)
+
+
+def computed(fun, *args, name="tanh"):
+    """Return how many numbers of a function are computed."""
+    program = jax.make_jaxpr(fun)(*args).jaxpr
+    return sum(
+        each.times * each.eqn.outvars[0].aval.size
+        for each in operations(program)
+        if each.name == name and not each.calls
+    )
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_values_and_gradients_are_those_of_vmap(name, call):
+    kernel, call = KERNELS[name], CALLS[call]
+    mine, plain = calls_of(kernel, call), by_hand(kernel, call)
+    assert_same(mine(X, Y), plain(X, Y), rtol=2e-5, atol=2e-5)  # eager
+    if call.get("reduce") == "max":
+        # XLA may compute items twice, find none equal to the largest, and divide 0 by 0.
+        plain = calls_of(kernel, call, hoist=False)
+    gradients = (jax.jit(jax.grad(functools.partial(total, f), (0, 1))) for f in (mine, plain))
+    assert_same(*(gradient(X, Y) for gradient in gradients), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["two nets", slow("a tangent kernel"), slow("a solver")])
+def test_second_derivatives(name):
+    call = CALLS["a sum of rows"]
+
+    def second(pairs):
+        gradient = jax.grad(functools.partial(total, pairs), (0, 1))
+        return jax.jit(lambda x, y: jax.jvp(gradient, (x, y), (jnp.ones_like(x), y)))(X, Y)
+
+    pairs = calls_of(KERNELS[name], call), by_hand(KERNELS[name], call)
+    assert_same(*map(second, pairs), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("call", ["a map", "a sum of rows", "all"])
+def test_a_net_is_evaluated_once_for_each_point(call):
+    kernel, numbers = KERNELS["two nets"], 32 + 4
+    mine = calls_of(kernel, CALLS[call])
+    # In chunks that do not divide an axis, a few points come again.
+    assert computed(mine, X, Y) <= (len(X) + len(Y) + 14) * numbers
+    gradient = jax.grad(functools.partial(total, mine), (0, 1))
+    assert computed(gradient, X, Y) <= 3 * (len(X) + len(Y) + 14) * numbers
+    assert computed(calls_of(kernel, CALLS[call], hoist=False), X, Y) > len(X) * len(Y) * numbers
+    with rankax.options(hoist=False):
+        in_scope = computed(calls_of(kernel, CALLS[call]), X, Y)
+    assert in_scope > len(X) * len(Y) * numbers
+
+
+def test_parts_of_three_axes():
+    kernel = auto_vmap(x=1, y=1, z=1, chunk_size=40)(
+        lambda x, y, z: jnp.sum(net(x) * net(y) + jnp.tanh(net(x) @ V.T @ V) * net(z))
+    )
+    plain = kernel.with_options(chunk_size=None)
+    args = X[:5, None, None], Y[:6, None], Y[:7]
+    assert_same(kernel(*args), plain(*args), rtol=2e-5, atol=2e-5)
+    assert computed(kernel, *args) <= (5 + 6 + 7 + 5) * 40
+
+
+def test_a_rule_of_derivatives_moves_whole():
+    mine = calls_of(lambda x, y: clipped(x) * y[0], {"chunk_size": 10, "reduce": "sum"})
+    found = jax.grad(mine)(X, Y)
+    one = jax.vmap(jax.grad(clipped))(X) * jnp.sum(Y[:, 0])  # clipped, then scaled
+    assert_same(found, one, rtol=1e-4, atol=1e-4)
+
+
+def seen(_):
+    """Do nothing."""
+
+
+CANNOT = {
+    "an effect": lambda x, y: (jax.debug.callback(seen, x[0]), jnp.sum(net(y)) * x[0])[1],
+    "a callback": lambda x, y: (
+        x[0]
+        * jax.pure_callback(
+            np.sum, jax.ShapeDtypeStruct((), jnp.float32), y, vmap_method="sequential"
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_calls_back_is_not_moved(name):
+    programs = [
+        str(jax.make_jaxpr(calls_of(CANNOT[name], {"chunk_size": 7}, hoist=hoist))(X, Y))
+        for hoist in (True, False)
+    ]
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_limit": "1 MB", "reduce": "sum"},
+        {"where": "ok", "reduce": {"v": "sum", "ok": "any"}, "chunk_size": 10},
+    ],
+    ids=["memory_limit", "where"],
+)
+def test_options_that_leave_work_where_it_is(options):
+    def kernel(x, y):
+        return {"v": KERNELS["two nets"](x, y), "ok": jnp.sum(x) > 0}
+
+    options = {**options, "reduce": options["reduce"] if "where" in options else None}
+    options = {name: value for name, value in options.items() if value is not None}
+    kinds = (calls_of(kernel, options, hoist=hoist) for hoist in (True, False))
+    first, second = (str(jax.make_jaxpr(kind)(X, Y)) for kind in kinds)
+    assert first == second
+
+
+def test_keys_draw_the_same_numbers():
+    kernel = auto_vmap(x=1, y=1, key=SplitKey, chunk_size=7)(
+        lambda x, y, key: jnp.sum(net(x) * net(y)) + jax.random.normal(key)
+    )
+    args = X[:, None], Y, jax.random.key(0)
+    assert_same(kernel(*args), kernel.with_options(hoist=False)(*args), rtol=1e-5, atol=1e-5)
+    own = jax.random.split(jax.random.key(1), len(X))[:, None]
+    drawn = auto_vmap(x=1, y=1, key=0, chunk_size=7)(
+        lambda x, y, key: x @ y * jnp.sum(net(jax.random.normal(key, 3)))
+    )
+    args = X[:, None], Y, own
+    assert_same(drawn(*args), drawn.with_options(chunk_size=None)(*args), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_change_are_seen():
+    weights = [W]
+    kernel = auto_vmap(x=1, y=1, chunk_size=7)(
+        lambda x, y: jnp.sum(jnp.tanh(x @ weights[0]) * jnp.tanh(y @ weights[0]))
+    )
+    kernel(X[:, None], Y)
+    weights[0] = 2 * W
+    expected = jnp.tanh(X @ (2 * W)) @ jnp.tanh(Y @ (2 * W)).T
+    assert_same(kernel(X[:, None], Y), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_is_that_of_the_results():
+    """Of a gradient, too: at four times the batch, four times the features, and the same loop."""
+
+    def temporaries(n):
+        x = jax.ShapeDtypeStruct((n, 3), jnp.float32)
+        mine = calls_of(KERNELS["two nets"], {"reduce": "sum", "chunk_size": 1000})
+        return temporary_bytes(jax.grad(functools.partial(total, mine), (0, 1)), x, x)
+
+    results = 2 * 4 * 4  # bytes for each point, of which the cotangents take as many
+    small, large = temporaries(1000), temporaries(4000)
+    assert large - small <= 4 * results * 3000
+
+
+def test_results_that_are_too_large_are_computed_again():
+    def kernel(x, y):
+        return jnp.sum(jnp.tanh(jnp.outer(x, x)) + jnp.tanh(jnp.outer(y, y)))
+
+    x, y = (jax.ShapeDtypeStruct((300, *more, 256), jnp.float32) for more in ((1,), ()))
+    programs = [
+        str(jax.make_jaxpr(auto_vmap(x=1, y=1, chunk_size=100, hoist=h)(kernel))(x, y))
+        for h in (True, False)
+    ]
+    assert programs[0] == programs[1]
+
+
+def test_a_plan_names_what_is_evaluated_once():
+    plan = auto_vmap(x=1, y=1, chunk_size=7)(KERNELS["two nets"]).plan(X[:, None], Y)
+    assert plan.notes == ("f(x): once for each of 13, 1 kB", "f(y): once for each of 29, 1 kB")
+    assert [leaf.path for leaf in plan.leaves] == ["x", "y", "f(x)", "f(y)"]
+    assert "mapping f(y)" in str(plan)
+    apart = auto_vmap(x=1, y=1, chunk_size=7, hoist=False)(KERNELS["two nets"])
+    assert apart.plan(X[:, None], Y).notes == ()
+
+
+def test_half_precision_is_added_in_32_bits():
+    w = jnp.ones((3, 8), jnp.bfloat16) / 8
+
+    def gradient(**options):
+        def loss(w):
+            def kernel(x, y):
+                return jnp.sum(jnp.tanh(x @ w) * jnp.tanh(y @ w)).astype(jnp.float32)
+
+            mapped = auto_vmap(x=1, y=1, reduce="sum", **options)(kernel)
+            return mapped(X.astype(jnp.bfloat16)[:, None], Y.astype(jnp.bfloat16))
+
+        return jax.jit(jax.grad(loss))(w).astype(jnp.float32)
+
+    expected = gradient(chunk_size=None)
+    for size in (5, 10, 64):
+        assert_same(gradient(chunk_size=size), expected, rtol=2e-2, atol=2e-2)
