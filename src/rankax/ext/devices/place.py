@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rankax.core.base.arrays import is_staged, mesh_of, sharding_of
 from rankax.core.base.messages import caller_level, listed, plural, positive_int
 from rankax.core.trace.programs import ItemProgram
-from rankax.ext.devices.mesh import Parts, is_inside, overlapped
+from rankax.ext.devices.mesh import Parts, is_inside
 from rankax.ext.equations import LAPACK, operations
 
 Devices = int | str | tuple[Any, ...] | PartitionSpec | None
@@ -38,7 +38,7 @@ Devices = int | str | tuple[Any, ...] | PartitionSpec | None
 # With as many CPU devices as threads, LAPACK waits for a thread that waits for it.
 _HANGS = (0, 10) <= jax.__version_info__ < (0, 11)
 
-_overlapped = jax.jit(overlapped, static_argnums=(1, 2))
+_dealt = jax.jit(Parts.dealt, static_argnums=(0, 2))
 
 
 def checked_devices(value: Any, site: str) -> Devices:
@@ -95,7 +95,7 @@ def put(x: Any, axis: int | None, parts: Parts) -> Any:
     if is_there or not isinstance(x, (jax.Array, np.ndarray)):
         return x
     if axis is not None and x.shape[axis] % parts.count:
-        x = _overlapped(x, axis, parts.count)
+        x = _dealt(parts, x, axis)
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, parts.names)
     return jax.device_put(x, NamedSharding(mesh, spec))
 
@@ -191,7 +191,7 @@ def _sharded_parts(
         names = _mesh_axes(sharding, leaf_axis)
         count = math.prod(sharding.mesh.shape[name] for name in names)
         if names and size and not size % count:
-            return Parts(axis, count, names, sharding.mesh)
+            return Parts(axis, size, count, names, sharding.mesh)
     return None
 
 
@@ -215,7 +215,7 @@ def _spread_parts(
             f"{site}: devices={devices!r} names {plural(len(wanted), 'device')}, but the call is "
             f"on another mesh, of {plural(mesh.size, 'device')}; leave out devices= to use it"
         )
-    return (Parts(axis, mesh.size, mesh.axis_names, mesh),) if size >= mesh.size else ()
+    return (Parts(axis, size, mesh.size, mesh.axis_names, mesh),) if size >= mesh.size else ()
 
 
 def _named_parts(
@@ -242,7 +242,7 @@ def _named_parts(
             )
         count = math.prod(mesh.shape[name] for name in names)
         if 1 < count <= size:
-            parts.append(Parts(axis, count, names, mesh))
+            parts.append(Parts(axis, size, count, names, mesh))
     return tuple(parts)
 
 
