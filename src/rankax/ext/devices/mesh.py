@@ -172,17 +172,21 @@ class Parts:
         shorter, longer = (np.asarray(n, number.dtype) for n in (self.shorter, self.longer))
         return number * shorter + jnp.minimum(number, longer)
 
-    def dealt(self, x: jax.Array, axis: int) -> jax.Array:
+    def dealt(self, x: Any, axis: int) -> Any:
         """Return an array of an axis that the parts do not divide as one that they do."""
+        if not x.shape[axis] % self.count:  # it is one
+            return x
+        x = _on_each(x, self.mesh_here)
         head, tail = self._split(x, axis, self.longer * (self.shorter + 1))
         tail = _rows(tail, axis, self.count - self.longer)
         last = lax.slice_in_dim(tail, self.shorter - 1, None, axis=axis + 1)
         tail = lax.concatenate([tail, last], axis + 1)
-        return lax.concatenate([head, lax.collapse(tail, axis, axis + 2)], axis)
+        whole = lax.concatenate([head, lax.collapse(tail, axis, axis + 2)], axis)
+        return _on_each(whole, self.mesh_here)
 
     def joined(self, x: jax.Array, axis: int) -> jax.Array:
         """Return such an array with each item once, on each device."""
-        rows = _rows(on_each(x, self.mesh_here), axis, self.count)
+        rows = _rows(_on_each(x, self.mesh_here), axis, self.count)
         head, tail = self._split(rows, axis, self.longer)
         tail = lax.slice_in_dim(tail, 0, self.shorter, axis=axis + 1)
         return lax.concatenate([lax.collapse(each, axis, axis + 2) for each in (head, tail)], axis)
@@ -202,14 +206,14 @@ def gathered(arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
     for dtype in dict.fromkeys(x.dtype for x in arrays):
         positions = [i for i, x in enumerate(arrays) if x.dtype == dtype]
         flat = [lax.collapse(arrays[i][:, None], 1) for i in positions]
-        whole = on_each(lax.concatenate(flat, 1), mesh, [0])
+        whole = _on_each(lax.concatenate(flat, 1), mesh, [0])
         ends = itertools.accumulate(x.shape[1] for x in flat)
         for i, piece in zip(positions, jnp.split(whole, list(ends)[:-1], 1), strict=True):
             outs[i] = lax.reshape(piece, arrays[i].shape)
     return outs
 
 
-def on_each(x: jax.Array, mesh: Any, axes: Sequence[int] | None = None) -> jax.Array:
+def _on_each(x: jax.Array, mesh: Any, axes: Sequence[int] | None = None) -> jax.Array:
     """Give each device all of an array along these axes, by default all; XLA settles the others."""
     if not is_staged():  # the sharding of an eager array is settled
         return x

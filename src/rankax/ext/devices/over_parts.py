@@ -32,7 +32,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,12 +42,12 @@ from jax.sharding import PartitionSpec
 
 from rankax.core.base.arrays import SMALL, as_weak, counted, gated, in_32_bits
 from rankax.core.loop.spec import number_of
-from rankax.core.plan.schedule import Shape
+from rankax.core.plan.schedule import Plan, Shape
 from rankax.core.protocols import Layout
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest
-from rankax.ext.devices.mesh import Parts, gathered, on_each, with_auto_axes, without_mesh
+from rankax.ext.devices.mesh import Parts, gathered, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
 from rankax.ext.runs import RunStates
 
@@ -59,10 +59,8 @@ Places = Sequence[int | None]  # where an array has each axis of the batch
 class SharedLayout(Layout):
     """How a batch and its leaves are cut into parts along some batch axes."""
 
-    shape: Shape
     parts: tuple[Parts, ...]
-    axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
-    reduced: tuple[int, ...]
+    whole: Plan
 
     def __bool__(self) -> bool:
         return True
@@ -76,7 +74,7 @@ class SharedLayout(Layout):
         return {"devices": tuple((each.axis, each.count) for each in self.parts if each.count > 1)}
 
     def shapes(self) -> list[Shape]:
-        sizes = [(n,) for n in self.shape]
+        sizes: list[tuple[int, ...]] = [(n,) for n in self.whole.batch_shape]
         for parts in self.parts:
             sizes[parts.axis] = (1, parts.shorter) if parts.longer else (parts.shorter,)
         return list(itertools.product(*sizes))
@@ -84,37 +82,25 @@ class SharedLayout(Layout):
     def placed(self, item: ItemProgram, leaves: Sequence[Any]) -> tuple[ItemProgram, Leaves]:
         parts, item = self.parts[0], without_mesh(item)
         consts = [put(x, None, parts) for x in item.closed.consts]
-        pairs = zip(leaves, self.axes, strict=True)
+        pairs = zip(leaves, self.whole.batch_axes, strict=True)
         return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
 
     def walk(self, nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any]) -> Any:
         warn_of_hang(item)
         return over_parts(nests, item, leaves, self)
 
-    @property
-    def batch(self) -> int:
-        """The number of axes that are kept."""
-        return len(self.shape) - len(self.reduced)
-
     def places(self, item: ItemProgram, reductions: Reductions | None) -> list[Places]:
         """Return where the value of each output, or of each reduction, has the axes of the batch.
 
         Those of a level are where the item says; more than one are all in front.
         """
-        every = range(len(self.shape))
+        every = range(len(self.whole.batch_shape))
         if reductions is None:
-            several = len(self.shape) > 1
+            several = len(every) > 1
             return [every if several and a is not None else [a] * len(every) for a in item.out_axes]
         count = itertools.count()
-        others = [None if axis in self.reduced else next(count) for axis in every]
+        others = [None if axis in self.whole.reduced else next(count) for axis in every]
         return [every if entry.is_kept else others for entry in reductions.entries]
-
-
-def _spec(places: Places, parts: Sequence[Parts]) -> PartitionSpec:
-    """Return how the parts of devices share an array."""
-    names = {places[each.axis]: each.names for each in parts}
-    size = max((place for place in names if place is not None), default=-1) + 1
-    return PartitionSpec(*map(names.get, range(size)))
 
 
 def over_parts(
@@ -135,18 +121,18 @@ def over_parts(
     list
         What `Nest.walk` returns.
     """
-    parts, shape = layout.parts, layout.shapes()[-1]
-    mesh, reductions = parts[0].mesh, nests[shape].reductions
+    parts, shape, whole = layout.parts, layout.shapes()[-1], layout.whole
+    reductions, kept = nests[shape].reductions, len(whole.batch_shape) - len(whole.reduced)
     places = layout.places(item, reductions)
     specs, states = [_spec(own, parts) for own in places], None
-    if reductions is not None and (cut := [each for each in parts if each.axis in layout.reduced]):
+    if reductions is not None and (cut := [each for each in parts if each.axis in whole.reduced]):
         # A state gets the parts on an axis in front.
-        row = tuple(layout.shape[axis] for axis in layout.reduced)
+        row = tuple(whole.batch_shape[axis] for axis in whole.reduced)
         states = RunStates(reductions, item.outputs, row)
         names = tuple(name for each in cut for name in each.names)
         pairs = zip(reductions.entries, specs, strict=True)
         specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
-    device = _Device(nests, layout, places, states)
+    device = _Device(nests, whole, places, states)
     arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
     avals = jax.tree.map(jax.typeof, arrays)
 
@@ -164,7 +150,7 @@ def over_parts(
         return [own if entry.is_kept else in_front(own) for entry, own in pairs]
 
     def on_all(consts: Leaves, leaves: Leaves) -> list[Any]:
-        here, leaf_specs = parts[0].mesh_here, [_spec(axes, parts) for axes in layout.axes]
+        here, leaf_specs = parts[0].mesh_here, [_spec(axes, parts) for axes in whole.batch_axes]
         mapped = jax.shard_map(
             on_device,
             mesh=here,
@@ -174,21 +160,23 @@ def over_parts(
             check_vma=False,
         )
         numbers = [counted(each.count, jnp.uint32) for each in parts]
-        leaves = [_dealt(x, axes, parts) for x, axes in zip(leaves, layout.axes, strict=True)]
         # Devices add to the cotangents of what they share. If that is small, they are rounded once.
-        pairs = zip(leaves, leaf_specs, strict=True)
-        leaves = [x if spec else _in_32_bits_if_small(x) for x, spec in pairs]
+        leaves = [
+            _along_axes(Parts.dealt, x, axes, parts) if spec else _in_32_bits_if_small(x)
+            for x, axes, spec in zip(leaves, whole.batch_axes, leaf_specs, strict=True)
+        ]
         values = mapped(numbers, list(map(_in_32_bits_if_small, consts)), leaves)
         if states is not None:
-            values = states.merge(values, layout.batch, functools.partial(gathered, mesh=here))
+            values = states.merge(values, kept, functools.partial(gathered, mesh=here))
             is_whole = states.reductions.of_run is None
-            values = states.finish(values, layout.batch) if is_whole else values
-        return [_joined(value, own, parts) for value, own in zip(values, places, strict=True)]
+            values = states.finish(values, kept) if is_whole else values
+        pairs = zip(values, places, strict=True)
+        return [_along_axes(Parts.joined, value, own, parts) for value, own in pairs]
 
     even = [each for each in parts if not each.longer]
     # What sums the cotangents of the devices makes their types strong; this conversion, weak again.
     strong = jax.tree.map(_strong, arrays)
-    return with_auto_axes(on_all, mesh, [_spec(own, even) for own in places])(*strong)
+    return with_auto_axes(on_all, parts[0].mesh, [_spec(own, even) for own in places])(*strong)
 
 
 def _spec(places: Places, parts: Sequence[Parts]) -> PartitionSpec:
@@ -198,22 +186,14 @@ def _spec(places: Places, parts: Sequence[Parts]) -> PartitionSpec:
     return PartitionSpec(*map(names.get, range(size)))
 
 
-def _dealt(x: Any, axes: Places, all_parts: Sequence[Parts]) -> Any:
-    """Return an array of which the parts divide each axis."""
+def _along_axes(
+    fun: Callable[..., Any], value: Any, places: Places, all_parts: Sequence[Parts]
+) -> Any:
+    """Return a tree of arrays, changed along each axis that the parts do not divide."""
     for parts in all_parts:
-        axis = axes[parts.axis]
-        if axis is not None and x.shape[axis] % parts.count:
-            mesh = parts.mesh_here
-            x = on_each(parts.dealt(on_each(x, mesh), axis), mesh)
-    return x
-
-
-def _joined(value: Any, axes: Places, all_parts: Sequence[Parts]) -> Any:
-    """Return a tree of such arrays with each item once."""
-    for parts in all_parts:
-        axis = axes[parts.axis]
-        if axis is not None and parts.longer:
-            value = jax.tree.map(functools.partial(parts.joined, axis=axis), value)
+        axis = places[parts.axis]
+        if parts.longer and axis is not None:
+            value = jax.tree.map(functools.partial(fun, parts, axis=axis), value)
     return value
 
 
@@ -230,7 +210,7 @@ class _Device:
     """The walk of one device."""
 
     nests: Mapping[Shape, Nest]
-    layout: SharedLayout
+    whole: Plan
     places: Sequence[Places]  # see `SharedLayout.places`
     states: RunStates | None  # if parts are merged
 
@@ -256,7 +236,7 @@ class _Device:
         leaves = lax.optimization_barrier(leaves)
 
         def items(start: int, stop: int | None) -> Leaves:
-            pairs = zip(leaves, (axes[axis] for axes in self.layout.axes), strict=True)
+            pairs = zip(leaves, (axes[axis] for axes in self.whole.batch_axes), strict=True)
             return [x if i is None else lax.slice_in_dim(x, start, stop, axis=i) for x, i in pairs]
 
         after = {**begins, axis: begins[axis] + begins[axis].dtype.type(size)}
@@ -265,9 +245,10 @@ class _Device:
         most = self.walk(item, items(0, size), begins, shape, others)
         last = self.walk(alone, gate(items(size, None)), after, one, others)
         merged = most
-        if axis in self.layout.reduced:
+        if axis in self.whole.reduced:
             assert self.states is not None
-            merged = self.states.merge_two(gate(most), gate(last), self.layout.batch)
+            kept = len(shape) - len(self.whole.reduced)
+            merged = self.states.merge_two(gate(most), gate(last), kept)
 
         def joined(places: Places, merged: Any, most: Any, last: Any) -> Any:
             if (place := places[axis]) is not None:
@@ -293,6 +274,6 @@ class _Device:
         if states is None:
             return nest.walk(item, leaves)
         nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
-        reduced = self.layout.reduced
+        reduced = self.whole.reduced
         starts = [begins.get(axis, 0) for axis in reduced]
         return states.renumber(nest.walk(item, leaves), [shape[axis] for axis in reduced], starts)
