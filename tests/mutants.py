@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant("broadcast", "comparison", "auto_vmap"),
     # Random keys.
     Mutant("chunk_at", "right operand", "keys::items_draw_what_split_keys_draw"),
-    Mutant("number_items.number", "nothing listed", PARTS),
+    Mutant("number_of", "nothing listed", PARTS),
     # Programs that eager calls keep.
     Mutant("run._run", "element left out", CALLS, 3),
     Mutant("_key_of", "element left out", CALLS, 1),

@@ -24,8 +24,6 @@ from rankax.core.reduce.run import Reductions, RowReduction
 from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import ItemProgram
 
-Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
-
 
 @dataclasses.dataclass(frozen=True)
 class Nest:
@@ -64,9 +62,7 @@ class Nest:
         """What walks all levels in place of loops."""
         return next((spec.walker for spec in self.plan.levels if not spec.reduced), None)
 
-    def walk(
-        self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
-    ) -> list[Any]:
+    def walk(self, item: ItemProgram, leaves: Sequence[Any]) -> list[Any]:
         """Evaluate an item over all levels: kept ones store what is inside, reduced ones fold it.
 
         Parameters
@@ -75,8 +71,6 @@ class Nest:
             Takes one item of each input, then one number for each split.
         leaves : sequence of arrays
             The inputs.
-        begins : mapping, optional
-            Where a part of a batch begins, if keys are split (see `number_items`).
 
         Returns
         -------
@@ -93,7 +87,7 @@ class Nest:
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
         consts = len(jaxpr.invars) - len(item.closed.in_avals)  # some versions have them first
         walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr, consts)
-        operands = list(item.closed.consts), mapped, arrays, begins or {}
+        operands = list(item.closed.consts), mapped, arrays
         evaluated = walk.evaluated
         if not self.differentiable or evaluated.serves_both(operands):
             return evaluated.values(operands, back=False)
@@ -138,9 +132,8 @@ class Nest:
         return [jnp.reshape(out, shape + out.shape[len(sizes) :]) for out in outs]
 
 
-# The constants of the item, the leaves that the levels map, the other inputs by position, and where
-# a part begins.
-Operands = tuple[list[Any], list[Any], Mapping[int, Any], Begins]
+# The constants of the item, the leaves that the levels map, and the other inputs by position.
+Operands = tuple[list[Any], list[Any], Mapping[int, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +194,11 @@ class _Walk:
 
     def values(self, operands: Operands, *, back: bool) -> list[Any]:
         """Walk the levels, in the way that is evaluated or in the one that is differentiated."""
-        consts, mapped, others, begins = self._in_32_bits(operands) if back else operands
+        consts, mapped, others = self._in_32_bits(operands) if back else operands
         if self.nest.reductions is not None:
             walk, mapped = (self, mapped) if back else self._stored(mapped)
-            return walk._reduced((consts, mapped, others, begins), back=back)
-        fun = self._of_items(consts, others, begins)
+            return walk._reduced((consts, mapped, others), back=back)
+        fun = self._of_items(consts, others)
         if (walker := self.nest.walker) is not None:
             outs = walker.walk(fun, mapped, self.nest.plan.levels, self.item, back=back)
             return self.nest.in_batch_shape(outs)
@@ -217,11 +210,11 @@ class _Walk:
 
     def _in_32_bits(self, operands: Operands) -> Operands:
         """Return the operands of a derivative; what several items share has at least 32 bits."""
-        consts, mapped, others, begins = operands
+        consts, mapped, others = operands
         pairs = zip(mapped, self._are_shared, strict=True)
         mapped = [in_32_bits(x) if shared else x for x, shared in pairs]
         others = {i: in_32_bits(x) for i, x in others.items()}
-        return list(map(in_32_bits, consts)), mapped, others, begins
+        return list(map(in_32_bits, consts)), mapped, others
 
     @property
     def _are_shared(self) -> list[bool]:
@@ -241,8 +234,8 @@ class _Walk:
         return axes if len(self.nest.plan.levels) == 1 else (0,) * len(axes)
 
     def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
-        consts, mapped, others, begins = operands
-        plan, row = self.nest.plan, self._row(others, begins)
+        consts, mapped, others = operands
+        plan, row = self.nest.plan, self._row(others)
 
         def fun(*items: Any) -> list[Any]:
             return row.values(consts, items, back=back)
@@ -270,10 +263,10 @@ class _Walk:
             for entry, value in zip(entries, values, strict=True)
         ]
 
-    def _row(self, others: Mapping[int, Any], begins: Begins) -> RowReduction:
+    def _row(self, others: Mapping[int, Any]) -> RowReduction:
         assert self.nest.reductions is not None
         return RowReduction(
-            lambda consts: self._of_items(consts, others, begins),
+            lambda consts: self._of_items(consts, others),
             tuple([spec for spec in self.nest.plan.levels if spec.reduced]),
             self.item.outputs,
             self.nest.reductions,
@@ -286,7 +279,7 @@ class _Walk:
         return dataclasses.replace(self.item, closed=ClosedJaxpr(self.jaxpr, list(consts)))
 
     def _of_items(
-        self, consts: Sequence[Any], others: Mapping[int, Any], begins: Begins
+        self, consts: Sequence[Any], others: Mapping[int, Any]
     ) -> Callable[..., list[Any]]:
         """Return the item as a function of the leaves that the levels map, and of its places."""
         item, inputs, plan = self._item_of(consts), self.nest.inputs, self.nest.plan
@@ -298,7 +291,7 @@ class _Walk:
         fun = of_mapped if others else item
         if not plan.splits:
             return fun
-        return number_items(fun, plan.splits, plan.levels, plan.batch_shape, begins)
+        return number_items(fun, plan.splits, plan.levels, plan.batch_shape)
 
     def _item_of(self, consts: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return the item, which takes what is `in_32_bits`."""
@@ -324,7 +317,7 @@ class _Walk:
         not linear, has a mask, goes back through a few items of each row, or if tiles overlap,
         because a derivative must not count an item twice.
         """
-        consts, mapped, others, _ = operands
+        consts, mapped, others = operands
         has_walker = any(spec.walker is not None for spec in self.nest.plan.levels)
         if has_walker or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
             return False
@@ -333,7 +326,7 @@ class _Walk:
         if any(map(is_narrow, (*consts, *some, *others.values()))):
             return False
         if self.nest.reductions is not None:
-            row = self._row({}, {})
+            row = self._row({})
             stored, _ = self._stored(list(mapped))
             as_jax_does = row.is_at_once and not (loops and row.chooses_few)
             if not (row.is_linear or as_jax_does) or stored.nest != self.nest:

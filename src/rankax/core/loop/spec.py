@@ -10,12 +10,12 @@ along it as the last input of the function that it maps (`Level.numbered`). In a
 start of the chunk plus a count within it. An array of numbers as one more operand would be simpler,
 but it is as long as the batch, and compiled programs do store it. The places become one number
 just outside the program of one item (`number_items`), so that this program does not depend on how
-the levels are cut. A nest over a part of a batch numbers the items within the whole batch: it takes
-the splits of the whole batch, and where the part begins along each axis.
+the levels are cut. A nest over a part of a batch takes the splits of the whole batch, so that the
+part only has to add the number of its first item (`ext/devices/over_parts.py`).
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,11 +65,7 @@ def index_without_fill(
 
 
 def number_items(
-    fun: Callable[..., Any],
-    splits: Sequence[Split],
-    levels: Sequence[Level],
-    shape: Shape,
-    first: Mapping[int, Any] | None = None,
+    fun: Callable[..., Any], splits: Sequence[Split], levels: Sequence[Level], shape: Shape
 ) -> Callable[..., Any]:
     """Return ``fun``, which takes the numbers of its item last, as a function of places instead.
 
@@ -82,34 +78,35 @@ def number_items(
         The levels of a nest, outermost first.
     shape : tuple of int
         The shape of the batch that the nest walks.
-    first : mapping of int to uint32, optional
-        If the nest walks only a part of the batch: where the part begins along each axis. The
-        values may be traced, because they differ between devices. The splits belong to the
-        whole batch.
 
     Returns
     -------
     callable
         Takes items of leaves, then one place for each level.
     """
-    first = first or {}
 
-    def number(split: Split, places: Sequence[Any]) -> Any:
-        terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
-        for place, level in zip(places, levels, strict=True):
-            sizes = [shape[axis] for axis in level.axes]
-            along = places_of(place, sizes) if len(sizes) > 1 else [place]
-            pairs = zip(along, level.axes, strict=True)
-            terms += [_times(each, split.strides[axis]) for each, axis in pairs]
-        found = [term for term in terms if term is not None]
-        return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
+    def along(place: Any, level: Level) -> list[Any]:
+        sizes = [shape[axis] for axis in level.axes]
+        return places_of(place, sizes) if len(sizes) > 1 else [place]
 
     @functools.wraps(fun)
     def of_places(*args: Any) -> Any:
         count = len(args) - len(levels)
-        return fun(*args[:count], *(number(split, args[count:]) for split in splits))
+        places = [
+            pair
+            for place, level in zip(args[count:], levels, strict=True)
+            for pair in zip(level.axes, along(place, level), strict=True)
+        ]
+        return fun(*args[:count], *(number_of(split, places) for split in splits))
 
     return of_places
+
+
+def number_of(split: Split, places: Iterable[tuple[int, Any]]) -> Any:
+    """Return the number of the item at these places, each along an axis of the batch."""
+    terms = [_times(place, split.strides[axis]) for axis, place in places]
+    found = [term for term in terms if term is not None]
+    return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
 
 
 def _times(place: Any, stride: Any) -> Any:

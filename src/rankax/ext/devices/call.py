@@ -42,29 +42,24 @@ class OnDevices(Placement):
         return committed_elsewhere(site, self.parts)
 
     def put(self, values: Sequence[Any], bound: Call, options: Options) -> list[Any]:
-        axes = cut_axes(bound, options, self.parts)
-        return [put(x, axes.get(i), self.parts[0]) for i, x in enumerate(values)]
+        whole, parts = bound.plan_whole(options), self.parts[0]
+        # Its program cuts the axes that the devices do not divide.
+        is_cut = {i for i in whole.mapped if not parts.longer}
+        axes = {i: own[parts.axis] for i, own in zip(whole.mapped, whole.batch_axes, strict=True)}
+        return [put(x, axes[i] if i in is_cut else None, parts) for i, x in enumerate(values)]
 
     def layout(self, whole: Plan, item: ItemProgram | None) -> Layout:
-        plan = whole
         if item is not None and has_order(item.closed):
-            return Layout(plan.batch_shape)
-        return SharedLayout(plan.batch_shape, self.parts, whole.batch_axes, plan.reduced)
+            return Layout(whole.batch_shape)
+        return SharedLayout(self.parts, whole)
 
 
 def devices_of(bound: Call, options: Options) -> OnDevices | None:
     """Return the devices that share the batch of a call, if several do."""
-    parts = parts_of(bound, options)
-    return OnDevices(parts) if parts else None
-
-
-def parts_of(bound: Call, options: Options) -> tuple[Parts, ...]:
-    """Return the parts of the batch of a call; none if `jax.vmap` will do."""
     devices = options.devices
     if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
-        return ()
+        return None
     whole = bound.plan_whole(options)
-    leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.batch_shape, whole.reduced
     is_ordered = options.reduce is not None and options.reduce.are_ordered
 
@@ -76,23 +71,16 @@ def parts_of(bound: Call, options: Options) -> tuple[Parts, ...]:
     serves = list(filter(is_mergeable, range(len(shape))))
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
-    parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.site, serves)
+    leaves = [bound.leaves[i] for i in whole.mapped]
+    parts = find_parts(devices, leaves, whole, serves, bound.site)
     odd = [each.axis for each in parts if each.axis not in serves]
     if odd and devices is not None:
         raise ValueError(
             f"{bound.site}: {options.reduce} takes items in order, so only the first of the "
             f"reduced axes {reduced} can be sharded, but axis {odd[0]} is"
         )
-    return () if 0 in shape else tuple(each for each in parts if each.axis in serves)
-
-
-def cut_axes(bound: Call, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
-    """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
-    whole = bound.plan_whole(options)
-    axis = parts[0].axis
-    if whole.batch_shape[axis] % parts[0].count:
-        return {}
-    return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
+    parts = tuple(each for each in parts if each.axis in serves)
+    return None if 0 in shape or not parts else OnDevices(parts)
 
 
 def tried(call: Any) -> list[Any]:

@@ -6,19 +6,18 @@ without them, and so is the program that each device runs (`inside`, `without_me
 axes of the mesh are automatic (`with_auto_axes`).
 
 Where D devices do not divide N items, the first ``N % D`` parts have one item more than the others,
-which begin one item earlier instead: so all parts are equally long, and D - ``N % D`` items are
-evaluated twice. `join` takes each once; `over_parts` evaluates the first item of a part by itself,
-and sends nothing back to it where the part before has it. JAX cannot store such an axis in equal
-shards, so each device has all of an array that is cut so inside a program, and each gets all
-outputs: one all-gather of those, one of the cotangents in a reverse pass. Outputs on the first
-device alone would be smaller, but JAX refuses to combine them with results that are on all devices,
-such as a sum.
+whose last item is there twice: so all parts are equally long (`dealt`, `joined`). `over_parts`
+evaluates that place by itself. JAX cannot store such an axis in equal shards, so each device has
+all of an array that is cut so inside a program, and each gets all outputs: one all-gather of those,
+one of the cotangents in a reverse pass. Outputs on the first device alone would be smaller, but JAX
+refuses to combine them with results that are on all devices, such as a sum.
 
 ``tests/devices`` checks what compiled programs send.
 """
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -140,14 +139,22 @@ def _retraced(jaxpr: Jaxpr) -> Any:
 class Parts:
     """One axis of a batch, cut into ``count`` contiguous parts, one for each device.
 
-    The parts are equally long. Each except the first ``length % count`` repeats one item of the
-    part before, unless ``count`` divides the length.
+    Each part has ``shorter`` items, and the first ``longer`` parts have one more.
     """
 
     axis: int
+    length: int
     count: int
     names: tuple[str, ...] = ()  # the mesh axes that shard it
     mesh: Any = None
+
+    @property
+    def shorter(self) -> int:
+        return self.length // self.count
+
+    @property
+    def longer(self) -> int:
+        return self.length % self.count
 
     @property
     def mesh_here(self) -> Any:
@@ -160,29 +167,32 @@ class Parts:
         # With its devices: of a program whose arguments are on no mesh, JAX would not know them.
         return Mesh(self.mesh.devices, here.axis_names, axis_types=here.axis_types)
 
-    def begin(self, length: int, number: Any) -> Any:
-        """Return where the part of this number begins along an axis of ``length`` items."""
-        shorter, longer = (np.asarray(n, number.dtype) for n in divmod(length, self.count))
-        if not longer:
-            return number * shorter
-        repeats = (number >= longer).astype(number.dtype)
-        return number * shorter + jnp.minimum(number, longer) - repeats
+    def begin(self, number: Any) -> Any:
+        """Return where the part of this number begins."""
+        shorter, longer = (np.asarray(n, number.dtype) for n in (self.shorter, self.longer))
+        return number * shorter + jnp.minimum(number, longer)
 
-    def has_first(self, length: int, begin: Any) -> Any:
-        """Whether the first item of the part that begins here is not one of the part before."""
-        shorter, longer = divmod(length, self.count)
-        return begin < np.asarray(longer * (shorter + 1) - 1, begin.dtype)
+    def dealt(self, x: Any, axis: int) -> Any:
+        """Return an array of an axis that the parts do not divide as one that they do."""
+        if not x.shape[axis] % self.count:  # it is one
+            return x
+        x = _on_each(x, self.mesh_here)
+        head, tail = self._split(x, axis, self.longer * (self.shorter + 1))
+        tail = _rows(tail, axis, self.count - self.longer)
+        last = lax.slice_in_dim(tail, self.shorter - 1, None, axis=axis + 1)
+        tail = lax.concatenate([tail, last], axis + 1)
+        whole = lax.concatenate([head, lax.collapse(tail, axis, axis + 2)], axis)
+        return _on_each(whole, self.mesh_here)
 
+    def joined(self, x: jax.Array, axis: int) -> jax.Array:
+        """Return such an array with each item once, on each device."""
+        rows = _rows(_on_each(x, self.mesh_here), axis, self.count)
+        head, tail = self._split(rows, axis, self.longer)
+        tail = lax.slice_in_dim(tail, 0, self.shorter, axis=axis + 1)
+        return lax.concatenate([lax.collapse(each, axis, axis + 2) for each in (head, tail)], axis)
 
-def overlapped(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Return an axis of which ``count`` parts overlap as one that they divide."""
-    length = x.shape[axis]
-    shorter, longer = divmod(length, count)
-    own = longer * (shorter + 1)  # the items of the parts that repeat none
-    head, tail = (lax.slice_in_dim(x, *ends, axis=axis) for ends in ((0, own), (own, length)))
-    repeated = lax.slice_in_dim(x, own - 1, length - 1, shorter, axis)
-    tail = lax.concatenate([_rows(y, axis, count - longer) for y in (repeated, tail)], axis + 1)
-    return lax.concatenate([head, lax.collapse(tail, axis, axis + 2)], axis)
+    def _split(self, x: jax.Array, axis: int, at: int) -> list[jax.Array]:
+        return [lax.slice_in_dim(x, *ends, axis=axis) for ends in ((0, at), (at, None))]
 
 
 def _rows(x: jax.Array, axis: int, count: int) -> jax.Array:
@@ -190,42 +200,15 @@ def _rows(x: jax.Array, axis: int, count: int) -> jax.Array:
     return lax.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
 
 
-def divided(x: jax.Array, axes: Sequence[int | None], all_parts: Sequence[Parts]) -> jax.Array:
-    """Return an array of which the parts divide each axis; ``axes`` has those of the batch."""
-    for parts in all_parts:
-        axis = axes[parts.axis]
-        if axis is not None and x.shape[axis] % parts.count:
-            x = _on_each(
-                overlapped(_on_each(x, parts.mesh_here), axis, parts.count), parts.mesh_here
-            )
-    return x
-
-
-def join(out: jax.Array, axis: int, length: int, parts: Parts) -> jax.Array:
-    """Return an axis of overlapping parts as its ``length`` items, on each device."""
-    longer = length % parts.count
-    if not longer:
-        return out
-    out = _rows(_on_each(out, parts.mesh_here), axis, parts.count)
-    head, tail = (lax.slice_in_dim(out, *e, axis=axis) for e in ((0, longer), (longer, None)))
-    tail = lax.slice_in_dim(tail, 1, None, axis=axis + 1)
-    return lax.concatenate([lax.collapse(x, axis, axis + 2) for x in (head, tail)], axis)
-
-
 def gathered(arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
     """Send arrays that have the parts on axis 0 to all devices, those of one dtype as one array."""
     outs = list(arrays)
     for dtype in dict.fromkeys(x.dtype for x in arrays):
         positions = [i for i, x in enumerate(arrays) if x.dtype == dtype]
-        flat = [
-            lax.reshape(arrays[i], (len(arrays[i]), arrays[i].size // len(arrays[i])))
-            for i in positions
-        ]
+        flat = [lax.collapse(arrays[i][:, None], 1) for i in positions]
         whole = _on_each(lax.concatenate(flat, 1), mesh, [0])
-        stop = 0
-        for i, x in zip(positions, flat, strict=True):
-            start, stop = stop, stop + x.shape[1]
-            piece = lax.slice_in_dim(whole, start, stop, axis=1)
+        ends = itertools.accumulate(x.shape[1] for x in flat)
+        for i, piece in zip(positions, jnp.split(whole, list(ends)[:-1], 1), strict=True):
             outs[i] = lax.reshape(piece, arrays[i].shape)
     return outs
 

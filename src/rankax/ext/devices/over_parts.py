@@ -15,9 +15,15 @@ into loops. Other axes of the mesh stay as they are, so that weights may be shar
   types. All that is passed in then counts as varying: each device sums its own cotangent of what
   all items share, and these are added once, after the loops.
 
-Where the devices do not divide an axis, not every first item of a part counts. So each device
-evaluates the first item by itself, then the others. A mask inside the loop would cost time in each
-step. If the item does not count, its state is not merged, and it sends nothing back (`gated`).
+Where the devices do not divide an axis, not every last item of a part counts. So each device
+evaluates the others, then the last one by itself. If it does not count, its state is not merged,
+and it sends nothing back (`gated`). Two other ways lost (CPU, JAX 0.12):
+
+* A mask, as copies have in a bucket (`ext/bucket.py`). What items share then has a cotangent for
+  each item: gradients took 2 to 3 times as long in chunks, and up to 30 times, with 37 times the
+  memory, without (100,000 items, weights of 4 x 16). An array of more than 64 numbers has no such
+  cotangents, so copies would send it their derivative times 0.
+* `jax.lax.cond` of a part with and one without the item: a gradient stores what both compute.
 """
 
 from __future__ import annotations
@@ -26,22 +32,22 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from rankax.core.base.arrays import SMALL, as_weak, counted, gated, in_32_bits
-from rankax.core.plan.schedule import Shape
+from rankax.core.loop.spec import number_of
+from rankax.core.plan.schedule import Plan, Shape
 from rankax.core.protocols import Layout
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.programs import ItemProgram
-from rankax.core.walk import Begins, Nest
-from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
+from rankax.core.walk import Nest
+from rankax.ext.devices.mesh import Parts, gathered, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
 from rankax.ext.runs import RunStates
 
@@ -53,10 +59,8 @@ Places = Sequence[int | None]  # where an array has each axis of the batch
 class SharedLayout(Layout):
     """How a batch and its leaves are cut into parts along some batch axes."""
 
-    shape: Shape
     parts: tuple[Parts, ...]
-    axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
-    reduced: tuple[int, ...]
+    whole: Plan
 
     def __bool__(self) -> bool:
         return True
@@ -69,75 +73,34 @@ class SharedLayout(Layout):
     def shown(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return {"devices": tuple((each.axis, each.count) for each in self.parts if each.count > 1)}
 
+    def shapes(self) -> list[Shape]:
+        sizes: list[tuple[int, ...]] = [(n,) for n in self.whole.batch_shape]
+        for parts in self.parts:
+            sizes[parts.axis] = (1, parts.shorter) if parts.longer else (parts.shorter,)
+        return list(itertools.product(*sizes))
+
     def placed(self, item: ItemProgram, leaves: Sequence[Any]) -> tuple[ItemProgram, Leaves]:
-        return placed(item, leaves, self)
+        parts, item = self.parts[0], without_mesh(item)
+        consts = [put(x, None, parts) for x in item.closed.consts]
+        pairs = zip(leaves, self.whole.batch_axes, strict=True)
+        return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
 
     def walk(self, nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any]) -> Any:
+        warn_of_hang(item)
         return over_parts(nests, item, leaves, self)
-
-    @property
-    def batch(self) -> int:
-        """The number of axes that are kept."""
-        return len(self.shape) - len(self.reduced)
-
-    def sizes(self, axis: int) -> list[int]:
-        """Return the lengths of the runs of a part along an axis.
-
-        Of an axis that the parts do not divide, the first item is a run of its own.
-        """
-        count = next((parts.count for parts in self.parts if parts.axis == axis), 1)
-        shorter, longer = divmod(self.shape[axis], count)
-        return [1, shorter] if longer else [shorter]
-
-    def shapes(self) -> list[Shape]:
-        """Return the batch shape of each run of a part."""
-        return list(itertools.product(*map(self.sizes, range(len(self.shape)))))
-
-    def begins(self, numbers: Sequence[Any]) -> dict[int, Any]:
-        """Return where the parts of these numbers begin."""
-        pairs = zip(self.parts, numbers, strict=True)
-        return {parts.axis: parts.begin(self.shape[parts.axis], n) for parts, n in pairs}
 
     def places(self, item: ItemProgram, reductions: Reductions | None) -> list[Places]:
         """Return where the value of each output, or of each reduction, has the axes of the batch.
 
         Those of a level are where the item says; more than one are all in front.
         """
-        every = range(len(self.shape))
+        every = range(len(self.whole.batch_shape))
         if reductions is None:
-            several = len(self.shape) > 1
+            several = len(every) > 1
             return [every if several and a is not None else [a] * len(every) for a in item.out_axes]
         count = itertools.count()
-        others = [None if axis in self.reduced else next(count) for axis in every]
+        others = [None if axis in self.whole.reduced else next(count) for axis in every]
         return [every if entry.is_kept else others for entry in reductions.entries]
-
-    def spec(self, places: Places, *, joined: bool = False) -> PartitionSpec:
-        """Return how the devices share an array; if it is `joined`, as far as they divide it."""
-        names = {
-            places[parts.axis]: parts.names
-            for parts in self.parts
-            if not (joined and self.shape[parts.axis] % parts.count)
-        }
-        size = max((place for place in names if place is not None), default=-1) + 1
-        return PartitionSpec(*(names.get(place) for place in range(size)))
-
-    def joined(self, value: Any, places: Places) -> Any:
-        """Return arrays without the items that two parts have."""
-        for parts in self.parts:
-            if (axis := places[parts.axis]) is not None:
-                of_whole = axis, self.shape[parts.axis], parts
-                value = jax.tree.map(lambda x, of_whole=of_whole: join(x, *of_whole), value)
-        return value
-
-
-def placed(
-    item: ItemProgram, leaves: Sequence[Any], layout: SharedLayout
-) -> tuple[ItemProgram, Leaves]:
-    """Put the arrays of an eager call on its devices."""
-    parts, item = layout.parts[0], without_mesh(item)
-    consts = [put(x, None, parts) for x in item.closed.consts]
-    pairs = zip(leaves, layout.axes, strict=True)
-    return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
 
 
 def over_parts(
@@ -158,128 +121,159 @@ def over_parts(
     list
         What `Nest.walk` returns.
     """
-    (reductions,) = {nest.reductions for nest in nests.values()}
-    places, parts = layout.places(item, reductions), layout.parts
-    specs, joined_specs = ([layout.spec(p, joined=j) for p in places] for j in (False, True))
-    states = None
-    if reductions is not None and (cut := [each for each in parts if each.axis in layout.reduced]):
+    parts, shape, whole = layout.parts, layout.shapes()[-1], layout.whole
+    reductions, kept = nests[shape].reductions, len(whole.batch_shape) - len(whole.reduced)
+    places = layout.places(item, reductions)
+    specs, states = [_spec(own, parts) for own in places], None
+    if reductions is not None and (cut := [each for each in parts if each.axis in whole.reduced]):
         # A state gets the parts on an axis in front.
-        row = tuple(layout.shape[axis] for axis in layout.reduced)
+        row = tuple(whole.batch_shape[axis] for axis in whole.reduced)
         states = RunStates(reductions, item.outputs, row)
         names = tuple(name for each in cut for name in each.names)
         pairs = zip(reductions.entries, specs, strict=True)
         specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
-
-    warn_of_hang(item)
+    device = _Device(nests, whole, places, states)
     arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
     avals = jax.tree.map(jax.typeof, arrays)
 
     def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
         consts, leaves = jax.tree.map(as_weak, (consts, leaves), avals)
-        part = _Part(nests, item.with_constants(consts), layout, places, states)
-        values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
+        numbers = [lax.squeeze(n, (0,)) for n in numbers]
+        pairs = list(zip(parts, numbers, strict=True))
+        begins = {each.axis: each.begin(n) for each, n in pairs}
+        uneven = [(each, n < n.dtype.type(each.longer)) for each, n in pairs if each.longer]
+        values = device.walk(item.with_constants(consts), leaves, begins, shape, uneven)
         if states is None:
             return values
-        pairs = zip(states.reductions.entries, values, strict=True)
         in_front = functools.partial(jax.tree.map, lambda x: lax.expand_dims(x, (0,)))
+        pairs = zip(states.reductions.entries, values, strict=True)
         return [own if entry.is_kept else in_front(own) for entry, own in pairs]
 
     def on_all(consts: Leaves, leaves: Leaves) -> list[Any]:
-        numbers = [counted(each.count, jnp.uint32) for each in parts]
-        of_numbers = [PartitionSpec(each.names) for each in parts]
+        here, leaf_specs = parts[0].mesh_here, [_spec(axes, parts) for axes in whole.batch_axes]
         mapped = jax.shard_map(
             on_device,
-            mesh=parts[0].mesh_here,
+            mesh=here,
             axis_names={name for each in parts for name in each.names},
-            in_specs=(of_numbers, PartitionSpec(), list(map(layout.spec, layout.axes))),
+            in_specs=([PartitionSpec(each.names) for each in parts], PartitionSpec(), leaf_specs),
             out_specs=specs,
             check_vma=False,
         )
-        cut = [divided(x, axes, parts) for x, axes in zip(leaves, layout.axes, strict=True)]
+        numbers = [counted(each.count, jnp.uint32) for each in parts]
         # Devices add to the cotangents of what they share. If that is small, they are rounded once.
-        is_cut = [any(axes[each.axis] is not None for each in parts) for axes in layout.axes]
-        shared = [x if own else _in_32_bits_if_small(x) for x, own in zip(cut, is_cut, strict=True)]
-        values = mapped(numbers, list(map(_in_32_bits_if_small, consts)), shared)
+        leaves = [
+            _along_axes(Parts.dealt, x, axes, parts) if spec else _in_32_bits_if_small(x)
+            for x, axes, spec in zip(leaves, whole.batch_axes, leaf_specs, strict=True)
+        ]
+        values = mapped(numbers, list(map(_in_32_bits_if_small, consts)), leaves)
         if states is not None:
-            gather = functools.partial(gathered, mesh=parts[0].mesh_here)
-            values = states.merge(values, layout.batch, gather)
+            values = states.merge(values, kept, functools.partial(gathered, mesh=here))
             is_whole = states.reductions.of_run is None
-            values = states.finish(values, layout.batch) if is_whole else values
-        return list(map(layout.joined, values, places))
+            values = states.finish(values, kept) if is_whole else values
+        pairs = zip(values, places, strict=True)
+        return [_along_axes(Parts.joined, value, own, parts) for value, own in pairs]
 
+    even = [each for each in parts if not each.longer]
     # What sums the cotangents of the devices makes their types strong; this conversion, weak again.
     strong = jax.tree.map(_strong, arrays)
-    return with_auto_axes(on_all, parts[0].mesh, joined_specs)(*strong)
+    return with_auto_axes(on_all, parts[0].mesh, [_spec(own, even) for own in places])(*strong)
+
+
+def _spec(places: Places, parts: Sequence[Parts]) -> PartitionSpec:
+    """Return how the parts of devices share an array."""
+    names = {places[each.axis]: each.names for each in parts}
+    size = max((place for place in names if place is not None), default=-1) + 1
+    return PartitionSpec(*map(names.get, range(size)))
+
+
+def _along_axes(
+    fun: Callable[..., Any], value: Any, places: Places, all_parts: Sequence[Parts]
+) -> Any:
+    """Return a tree of arrays, changed along each axis that the parts do not divide."""
+    for parts in all_parts:
+        axis = places[parts.axis]
+        if parts.longer and axis is not None:
+            value = jax.tree.map(functools.partial(fun, parts, axis=axis), value)
+    return value
 
 
 def _strong(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
+def _in_32_bits_if_small(x: jax.Array) -> jax.Array:
+    return in_32_bits(x) if x.size <= SMALL else x
+
+
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Device:
     """The walk of one device."""
 
     nests: Mapping[Shape, Nest]
-    item: ItemProgram
-    layout: SharedLayout
+    whole: Plan
     places: Sequence[Places]  # see `SharedLayout.places`
     states: RunStates | None  # if parts are merged
 
-    def walk(self, leaves: Leaves, begins: Begins, shape: Shape = ()) -> list[Any]:
-        """Walk a part of which the first axes have this shape, its runs one after another."""
-        layout, states, axis = self.layout, self.states, len(shape)
-        if axis == len(layout.shape):
-            nest = self.nests[shape]
-            if states is None:
-                return nest.walk(self.item, leaves, begins)
-            nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
-            values = nest.walk(self.item, leaves, begins)
-            starts = [begins.get(axis, 0) for axis in layout.reduced]
-            return states.renumber(values, [shape[axis] for axis in layout.reduced], starts)
-        sizes = layout.sizes(axis)
-        if len(sizes) == 1:
-            return self.walk(leaves, begins, (*shape, *sizes))
-        (parts,) = (parts for parts in layout.parts if parts.axis == axis)
-        counts = parts.has_first(layout.shape[axis], begins[axis])
-        gate = functools.partial(_gate, counts)
+    def walk(
+        self,
+        item: ItemProgram,
+        leaves: Leaves,
+        begins: Mapping[int, Any],
+        shape: Shape,
+        uneven: Sequence[tuple[Parts, Any]],
+    ) -> list[Any]:
+        """Walk a part, or some of it.
+
+        ``shape`` is without the items that may not count: one along each axis of ``uneven``, which
+        says whether it does.
+        """
+        if not uneven:
+            return self._walk(item, leaves, begins, shape)
+        (parts, counts), *others = uneven
+        axis, size = parts.axis, parts.shorter
+        gate = functools.partial(jax.tree.map, functools.partial(gated, counts))
         # Without this, XLA keeps the whole arrays that parts were read from, to read each run.
         leaves = lax.optimization_barrier(leaves)
-        first = dataclasses.replace(
-            self, item=self.item.with_constants(gate(self.item.closed.consts))
-        )
 
         def items(start: int, stop: int | None) -> Leaves:
-            pairs = zip(leaves, (axes[axis] for axes in layout.axes), strict=True)
+            pairs = zip(leaves, (axes[axis] for axes in self.whole.batch_axes), strict=True)
             return [x if i is None else lax.slice_in_dim(x, start, stop, axis=i) for x, i in pairs]
 
-        after = {**begins, axis: begins[axis] + np.asarray(1, begins[axis].dtype)}
-        one = first.walk(gate(items(0, 1)), begins, (*shape, sizes[0]))
-        rest = self.walk(items(1, None), after, (*shape, sizes[1]))
-        return self._joined(one, rest, axis, counts)
-
-    def _joined(self, first: list[Any], rest: list[Any], axis: int, counts: Any) -> list[Any]:
-        """Join the first item with the others; merge their states if the item counts."""
-        layout, merged = self.layout, rest
-        if axis in layout.reduced:
+        after = {**begins, axis: begins[axis] + begins[axis].dtype.type(size)}
+        alone = item.with_constants(gate(item.closed.consts))
+        one = (*shape[:axis], 1, *shape[axis + 1 :])
+        most = self.walk(item, items(0, size), begins, shape, others)
+        last = self.walk(alone, gate(items(size, None)), after, one, others)
+        merged = most
+        if axis in self.whole.reduced:
             assert self.states is not None
-            both = _gate(counts, first), _gate(counts, rest)
-            merged = self.states.merge_two(*both, layout.batch)
+            kept = len(shape) - len(self.whole.reduced)
+            merged = self.states.merge_two(gate(most), gate(last), kept)
 
-        def joined(place: int | None, merged: Any, first: Any, rest: Any) -> Any:
-            if place is not None:
-                return jax.tree.map(lambda *pair: jnp.concatenate(pair, place), first, rest)
-            if axis in layout.reduced:
-                return jax.tree.map(functools.partial(jnp.where, counts), merged, rest)
-            return rest  # the same for all items
+        def joined(places: Places, merged: Any, most: Any, last: Any) -> Any:
+            if (place := places[axis]) is not None:
+                return jax.tree.map(lambda *pair: jnp.concatenate(pair, place), most, last)
+            return jax.tree.map(functools.partial(jnp.where, counts), merged, most)
 
-        places = (own[axis] for own in self.places)
-        return list(map(joined, places, merged, first, rest))
+        return list(map(joined, self.places, merged, most, last))
 
+    def _walk(
+        self, item: ItemProgram, leaves: Leaves, begins: Mapping[int, Any], shape: Shape
+    ) -> list[Any]:
+        """Walk items of one shape, whose numbers are those in the whole batch."""
+        nest, states = self.nests[shape], self.states
+        if splits := nest.plan.splits:
+            starts = [number_of(split, begins.items()) for split in splits]
 
-def _gate(counts: Any, tree: Any) -> Any:
-    return jax.tree.map(functools.partial(gated, counts), tree)
+            def numbered(*args: Any) -> list[Any]:
+                own, numbers = args[: -len(splits)], args[-len(splits) :]
+                return item(*own, *map(jnp.add, numbers, starts))
 
-
-def _in_32_bits_if_small(x: jax.Array) -> jax.Array:
-    return in_32_bits(x) if x.size <= SMALL else x
+            closed = jax.make_jaxpr(numbered)(*item.closed.in_avals)
+            item = dataclasses.replace(item, closed=closed)
+        if states is None:
+            return nest.walk(item, leaves)
+        nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
+        reduced = self.whole.reduced
+        starts = [begins.get(axis, 0) for axis in reduced]
+        return states.renumber(nest.walk(item, leaves), [shape[axis] for axis in reduced], starts)

@@ -29,16 +29,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax.core.base.arrays import is_staged, mesh_of, sharding_of
 from rankax.core.base.messages import caller_level, listed, plural, positive_int
+from rankax.core.plan.schedule import Plan
 from rankax.core.trace.programs import ItemProgram
-from rankax.ext.devices.mesh import Parts, is_inside, overlapped
+from rankax.ext.devices.mesh import Parts, is_inside
 from rankax.ext.equations import LAPACK, operations
 
 Devices = int | str | tuple[Any, ...] | PartitionSpec | None
 
 # With as many CPU devices as threads, LAPACK waits for a thread that waits for it.
 _HANGS = (0, 10) <= jax.__version_info__ < (0, 11)
-
-_overlapped = jax.jit(overlapped, static_argnums=(1, 2))
 
 
 def checked_devices(value: Any, site: str) -> Devices:
@@ -94,8 +93,7 @@ def put(x: Any, axis: int | None, parts: Parts) -> Any:
     is_there = isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
     if is_there or not isinstance(x, (jax.Array, np.ndarray)):
         return x
-    if axis is not None and x.shape[axis] % parts.count:
-        x = _overlapped(x, axis, parts.count)
+    x = x if axis is None else parts.dealt(x, axis)
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, parts.names)
     return jax.device_put(x, NamedSharding(mesh, spec))
 
@@ -137,62 +135,52 @@ def warn_of_hang(item: ItemProgram) -> None:
 
 
 def find_parts(
-    devices: Devices,
-    leaves: Sequence[Any],
-    axes: Sequence[Sequence[int | None]],
-    shape: Sequence[int],
-    site: str,
-    serves: Sequence[int],
+    devices: Devices, leaves: Sequence[Any], whole: Plan, serves: Sequence[int], site: str
 ) -> tuple[Parts, ...]:
     """Return the parts of each batch axis that devices share.
 
     Parameters
     ----------
     devices : int, str, tuple of devices, PartitionSpec or None
-        The option; None takes the shardings of the leaves.
+        The option; None takes the shardings of the arrays.
     leaves : sequence
-        Arrays, tracers or `jax.ShapeDtypeStruct`.
-    axes : sequence of sequences
-        For each leaf, its axis for each axis of the batch.
-    shape : sequence of int
-        The batch shape.
-    site : str
-        The called function, for errors.
+        The mapped ones: arrays, tracers or `jax.ShapeDtypeStruct`.
+    whole : Plan
     serves : sequence of int
         The axes of the batch that may be cut, the best one first.
+    site : str
+        The called function, for errors.
     """
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+    is_manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+    if is_manual or (devices is not None and is_inside()):
         return ()
-    if devices is not None and is_inside():
-        return ()
+    shape = whole.batch_shape
     if isinstance(devices, PartitionSpec):
         return _named_parts(devices, leaves, shape, site)
-    found: tuple[Parts, ...] = ()
+    found: list[Parts] = []
     for axis, size in enumerate(shape):
-        parts = _sharded_parts(leaves, axes, axis, size)
-        if parts is not None and not any(set(parts.names) & set(each.names) for each in found):
-            found = (*found, parts)
+        used = {name for parts in found for name in parts.names}
+        pairs = zip(leaves, (own[axis] for own in whole.batch_axes), strict=True)
+        parts = next(filter(None, (_sharded_parts(x, own, axis, size) for x, own in pairs)), None)
+        if parts is not None and used.isdisjoint(parts.names):
+            found.append(parts)
     if devices is None:
-        return found
+        return tuple(found)
     axis = next((axis for axis in serves if shape[axis]), None)
     if axis is None:
         return ()
-    return _spread_parts(devices, found, leaves, axis, shape[axis], site)
+    return _spread_parts(devices, tuple(found), leaves, axis, shape[axis], site)
 
 
-def _sharded_parts(
-    leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], axis: int, size: int
-) -> Parts | None:
-    """Return the parts of one batch axis, from the first leaf that is sharded along it evenly."""
-    for leaf, own in zip(leaves, axes, strict=True):
-        sharding, leaf_axis = sharding_of(leaf), own[axis]
-        if leaf_axis is None or not isinstance(sharding, NamedSharding):
-            continue
-        names = _mesh_axes(sharding, leaf_axis)
-        count = math.prod(sharding.mesh.shape[name] for name in names)
-        if names and size and not size % count:
-            return Parts(axis, count, names, sharding.mesh)
-    return None
+def _sharded_parts(leaf: Any, leaf_axis: int | None, axis: int, size: int) -> Parts | None:
+    """Return the parts of one batch axis if a leaf is sharded along it evenly."""
+    sharding = sharding_of(leaf)
+    if leaf_axis is None or not isinstance(sharding, NamedSharding):
+        return None
+    names = _mesh_axes(sharding, leaf_axis)
+    count = math.prod(sharding.mesh.shape[name] for name in names)
+    is_even = names and size and not size % count
+    return Parts(axis, size, count, names, sharding.mesh) if is_even else None
 
 
 def _spread_parts(
@@ -215,7 +203,7 @@ def _spread_parts(
             f"{site}: devices={devices!r} names {plural(len(wanted), 'device')}, but the call is "
             f"on another mesh, of {plural(mesh.size, 'device')}; leave out devices= to use it"
         )
-    return (Parts(axis, mesh.size, mesh.axis_names, mesh),) if size >= mesh.size else ()
+    return (Parts(axis, size, mesh.size, mesh.axis_names, mesh),) if size >= mesh.size else ()
 
 
 def _named_parts(
@@ -242,7 +230,7 @@ def _named_parts(
             )
         count = math.prod(mesh.shape[name] for name in names)
         if 1 < count <= size:
-            parts.append(Parts(axis, count, names, mesh))
+            parts.append(Parts(axis, size, count, names, mesh))
     return tuple(parts)
 
 
