@@ -37,6 +37,7 @@ from rankax.core.base.arrays import inside_call, is_spread, on_mesh
 from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
 from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
+from rankax.core.reduce.protocol import FILL
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest, nest_of
 from rankax.ext import cpu_math
@@ -120,11 +121,12 @@ class Traced(NamedTuple):
 
 
 def traced(call: Call, options: Options, place: Placement) -> Traced:
-    """Trace the kernel of a call for one item."""
+    """Trace the kernel of a call for one item; copies that fill a batch up are not reduced."""
+    if options.reduce is not None and call.lengths:
+        options = options.replace(reduce=options.reduce.of_items(FILL))
     whole = call.plan_whole(options)
     with place.inside():
         item = call.trace(whole, options.reduce)
-        item = item.whole if place else item
     return Traced(call, options, place, whole, item, place.layout(whole, item))
 
 
@@ -212,7 +214,7 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
     """Evaluate a traced call; an eager one by its kept program."""
     call, options, whole, reductions = own.call, own.options, own.whole, own.options.reduce
     item, leaves = own.layout.placed(own.item, [call.leaves[i] for i in whole.mapped])
-    mode = mode_of([*leaves, *item.read, *item.closed.consts], on_mesh=bool(own.layout))
+    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(own.layout))
     make = functools.partial(_program, own, observer, is_now=mode is Mode.EAGER)
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
@@ -233,7 +235,6 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
 
 def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    own = own._replace(item=own.item.whole)
     call, whole, layout = own.call, own.whole, own.layout
     fitted = fit(own)
     if not fitted.is_walked:
