@@ -25,8 +25,8 @@ from rankax.core.loop.eager_programs import checking
 from rankax.core.protocols import NO_RULES, Rules
 from rankax.core.reduce.run import Reductions
 from rankax.ext.devices.place import checked_devices
+from rankax.ext.lengths import checked_bucket
 from rankax.ext.memory.budget import checked_limit
-from rankax.ext.padding import checked_bucket
 from rankax.ext.progress import checked_progress
 from rankax.ext.reductions.read import checked_where, read_reductions
 from rankax.ext.xla_cpu import rules

@@ -37,6 +37,7 @@ from rankax.core.base.arrays import inside_call, is_spread, on_mesh
 from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
 from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
+from rankax.core.reduce.protocol import FILL
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest, nest_of
 from rankax.ext import cpu_math, once
@@ -121,11 +122,12 @@ class Traced(NamedTuple):
 
 
 def traced(call: Call, options: Options, place: Placement) -> Traced:
-    """Trace the kernel of a call for one item."""
+    """Trace the kernel of a call for one item; copies that fill a batch up are not reduced."""
+    if options.reduce is not None and call.lengths:
+        options = options.replace(reduce=options.reduce.of_items(FILL))
     whole = call.plan_whole(options)
     with place.inside():
         item = call.trace(whole, options.reduce)
-        item = item.whole if place else item
     return Traced(call, options, place, whole, item, place.layout(whole, item))
 
 
@@ -181,7 +183,7 @@ def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
     """Choose how a call runs, with the work of some arguments taken out of its loops."""
     fitted, options = fit(own), own.options
     is_asked = options.hoist and fitted.plan.has_loop and options.memory_limit is None
-    is_plain = options.lockstep and not (options.batched or own.layout)
+    is_plain = options.lockstep and not (options.batched or own.layout or own.call.lengths)
     if not (is_asked and is_plain and once.is_possible(own.whole, own.item)):
         return own, fitted
     if (split := once.split(own.item, own.whole)) is None:
@@ -227,7 +229,7 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
     """Evaluate a traced call; an eager one by its kept program."""
     call, options, whole, reductions = own.call, own.options, own.whole, own.options.reduce
     item, leaves = own.layout.placed(own.item, [call.leaves[i] for i in whole.mapped])
-    mode = mode_of([*leaves, *item.read, *item.closed.consts], on_mesh=bool(own.layout))
+    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(own.layout))
     make = functools.partial(_program, own, observer, is_now=mode is Mode.EAGER)
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
@@ -248,7 +250,6 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
 
 def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    own = own._replace(item=own.item.whole)
     call, before, layout = own.call, own.whole, own.layout
     own, fitted = fit_apart(own)
     if not fitted.is_walked:

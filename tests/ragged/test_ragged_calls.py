@@ -285,6 +285,12 @@ def test_the_plan():
         assert str(total_of.plan(shape, s)) == str(plan)
 
 
+def test_an_error_of_jax_names_the_argument():
+    kernel = auto_vmap(x="n 2", w=0)(lambda x, w: x if w > 0 else -x)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="value of the argument w"):
+        kernel(Ragged(np.ones((6, 2)), [1, 2, 3]), jnp.ones(3))
+
+
 def test_10000_items_of_log_normal_length():
     """The promise: at most 12 programs, less than a quarter filled in."""
     lengths = np.ceil(np.random.default_rng(0).lognormal(np.log(20), 1.2, 10_000)).astype(int)

@@ -112,7 +112,9 @@ class Kernel(Generic[P, R]):
         """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_nodes=True)
-        return plan_ragged(call) if call.structure.nodes else plan_kernel(call)
+        if call.structure.nodes:
+            return plan_ragged(call, compiled_parts(call.kernel))
+        return plan_kernel(call)
 
     @property
     def lower(self) -> Callable[..., Any]:

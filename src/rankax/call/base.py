@@ -175,24 +175,12 @@ class Call(abc.ABC):
 
     def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the kernel for one item; loops evaluate this program."""
-        return self.trace_on(self.on_item(plan), self.types_of_item(plan), plan, reductions)
-
-    def types_of_item(self, plan: Plan) -> list[Any]:
-        """Return the types of the mapped leaves of one item, then of the split numbers."""
+        fun = self.on_item(plan)
         avals = [
             with_shape(jax.typeof(self.leaves[i]), core)
             for i, core in zip(plan.mapped, plan.cores, strict=True)
         ]
-        return [*avals, *(with_shape(PLACE, ()) for _ in plan.splits)]
-
-    def trace_on(
-        self,
-        fun: Callable[..., Any],
-        avals: Sequence[Any],
-        plan: Plan,
-        reductions: Reductions | None,
-    ) -> ItemProgram:
-        """Trace a function of arrays of these types, which is the kernel for one item."""
+        avals += [with_shape(PLACE, ()) for _ in plan.splits]
         if reductions is None:
             inputs: Any = lambda *items: (items, {})  # noqa: E731
             return trace_item(fun, inputs, avals, self.out_axes, self.axis_name)

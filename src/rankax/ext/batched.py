@@ -20,7 +20,7 @@ and devices know nothing of such functions.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +29,10 @@ from jax.extend.core import ClosedJaxpr
 
 from rankax.call.base import Call
 from rankax.core.base.messages import function_location, listed, plural, table
-from rankax.core.base.trees import check_outputs, leaves_with_names
 from rankax.core.loop.eager_programs import opened
 from rankax.core.protocols import Form
 from rankax.core.trace.derivatives import has_refs, of_some, primitive_of_program
-from rankax.core.trace.programs import evaluate, with_shape
-
-
-class _TracedFor(NamedTuple):
-    """A function, traced for some number of items."""
-
-    length: int
-    closed: ClosedJaxpr
-    tree: Any
-    names: tuple[str, ...]
+from rankax.core.trace.programs import ItemProgram, evaluate, trace_item, with_shape
 
 
 def call_for_item(
@@ -65,88 +55,77 @@ def call_for_item(
         How many items the chunks have, in ascending order.
     """
     arrays = [jnp.asarray(x) for x in items]
-    each = [1, *(n for n in lengths if n not in (0, 1))]
+    each = (1, *(n for n in lengths if n not in (0, 1)))
     traces = [_trace(fun, on_arrays, arrays, n) for n in each]
-    for longer in traces[1:]:
-        _check_alike(fun, traces[0], longer)
+    for n, longer in zip(each[1:], traces[1:], strict=True):
+        _check_alike(fun, traces[0], longer, plural(n, "item"))
     consts = {id(const): const for traced in traces for const in traced.closed.consts}
-    programs = tuple(_with_operands(t, arrays, consts) for t in traces)
+    programs = [
+        _with_operands(t.closed, _types(arrays, n), consts)
+        for n, t in zip(each, traces, strict=True)
+    ]
     operands = [lax.expand_dims(x, (0,)) for x in arrays] + list(consts.values())
-    outs = _bind(operands, programs, tuple(t.length for t in traces), len(arrays), 1)
-    return traces[0].tree.unflatten([lax.squeeze(out, (0,)) for out in outs])
+    outs = _bind(operands, tuple(programs), each, len(arrays), 1)
+    return traces[0].out_tree.unflatten([lax.squeeze(out, (0,)) for out in outs])
 
 
 def _trace(
     fun: Callable[..., Any], on_arrays: Callable[..., Any], arrays: Sequence[Any], length: int
-) -> _TracedFor:
+) -> ItemProgram:
     """Trace a function for this number of items, and check its outputs."""
-    found: list[tuple[Any, tuple[str, ...]]] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        out = on_arrays(list(arrays))
-        check_outputs(fun, out)
-        named = leaves_with_names(out, "output")
-        shapes = [jnp.shape(leaf) for _, leaf in named]
-        odd = [i for i, shape in enumerate(shapes) if shape[:1] != (length,)]
-        if odd:
-            rows = [(name, str(s)) for (name, _), s in zip(named, shapes, strict=True)]
-            raise ValueError(
-                f"{function_location(fun)}: with batched=True, the first axis of each output is "
-                f"that of the items, but for {plural(length, 'item')}, "
-                f"{listed([rows[i][0] for i in odd])} {'has' if len(odd) == 1 else 'have'} another "
-                "shape\n\n" + table(("output", "shape"), rows, odd)
-            )
-        leaves, tree = jax.tree.flatten(out)
-        found.append((tree, tuple(name for name, _ in named)))
-        return leaves
-
-    closed = opened(jax.make_jaxpr(flat)(*_types(arrays, length)))
+    batch = functools.wraps(fun, updated=())(lambda *arrays: on_arrays([*arrays]))
+    traced = trace_item(batch, lambda *arrays: (arrays, {}), _types(arrays, length), 0)
+    closed, names, site = opened(traced.closed), traced.out_names, function_location(fun)
+    shapes = [aval.shape for aval in closed.out_avals]
+    if odd := [i for i, shape in enumerate(shapes) if shape[:1] != (length,)]:
+        rows = [(name, str(shape)) for name, shape in zip(names, shapes, strict=True)]
+        raise ValueError(
+            f"{site}: with batched=True, the first axis of each output is that of the items, but "
+            f"for {plural(length, 'item')}, {listed([names[i] for i in odd])} "
+            f"{'has' if len(odd) == 1 else 'have'} another shape\n\n"
+            + table(("output", "shape"), rows, odd)
+        )
     if has_refs(closed.jaxpr.constvars, closed.effects):
         raise ValueError(
-            f"{function_location(fun)}: with batched=True, it cannot use a jax.Ref; return the "
-            "value instead"
+            f"{site}: with batched=True, it cannot use a jax.Ref; return the value instead"
         )
-    return _TracedFor(length, closed, *found[-1])
+    return dataclasses.replace(traced, closed=closed)
 
 
 def _types(arrays: Sequence[Any], length: int) -> list[Any]:
     return [with_shape(jax.typeof(x), (length, *x.shape)) for x in arrays]
 
 
-def _check_alike(fun: Callable[..., Any], one: _TracedFor, longer: _TracedFor) -> None:
+def _check_alike(fun: Callable[..., Any], one: ItemProgram, longer: ItemProgram, many: str) -> None:
     """Refuse outputs of which more than the first axis depends on the number of items."""
-    site, count = function_location(fun), plural(longer.length, "item")
-    if one.tree != longer.tree:
+    site = function_location(fun)
+    if one.out_tree != longer.out_tree:
         raise ValueError(
             f"{site}: with batched=True, it must return the same outputs for any number of "
-            f"items, but for {count} it returns {listed(longer.names)}, and for 1 item "
-            f"{listed(one.names)}"
+            f"items, but for {many} it returns {listed(longer.out_names)}, and for 1 item "
+            f"{listed(one.out_names)}"
         )
-    rows: list[tuple[str, str, str]] = []
-    odd: list[int] = []
-    triples = zip(one.names, one.closed.out_avals, longer.closed.out_avals, strict=True)
-    for i, (name, few, many) in enumerate(triples):
-        rows.append((name, few.str_short(), many.str_short()))
-        if (few.shape[1:], few.dtype) != (many.shape[1:], many.dtype):
-            odd.append(i)
+    pairs = list(zip(one.closed.out_avals, longer.closed.out_avals, strict=True))
+    odd = [i for i, (x, y) in enumerate(pairs) if (x.shape[1:], x.dtype) != (y.shape[1:], y.dtype)]
     if odd:
+        named = zip(one.out_names, pairs, strict=True)
+        rows = [(name, x.str_short(), y.str_short()) for name, (x, y) in named]
         raise ValueError(
             f"{site}: with batched=True, only the first axis of an output may depend on the "
-            "number of items\n\n" + table(("output", "for 1 item", f"for {count}"), rows, odd)
+            "number of items\n\n" + table(("output", "for 1 item", f"for {many}"), rows, odd)
         )
 
 
-def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, Any]) -> Any:
+def _with_operands(closed: ClosedJaxpr, types: list[Any], consts: dict[int, Any]) -> Any:
     """Return the program as one of all operands: the items, then what any length closes over."""
-    places = {key: place for place, key in enumerate(consts, start=len(arrays))}
-    own = [places[id(const)] for const in traced.closed.consts]
+    places = {key: place for place, key in enumerate(consts, start=len(types))}
+    own = [places[id(const)] for const in closed.consts]
 
     def run(*operands: Any) -> list[Any]:
-        return evaluate(traced.closed.jaxpr, [operands[i] for i in own], *operands[: len(arrays)])
+        return evaluate(closed.jaxpr, [operands[i] for i in own], *operands[: len(types)])
 
     shared = map(jax.typeof, consts.values())
-    types = [with_shape(aval, aval.shape) for aval in shared]
-    return jax.make_jaxpr(run)(*_types(arrays, traced.length), *types)
+    return jax.make_jaxpr(run)(*types, *(with_shape(aval, aval.shape) for aval in shared))
 
 
 # The primitive. Its first operands have `size` items on axis 0. The program for so many, if there

@@ -37,8 +37,8 @@ from rankax.core.base.arrays import is_spread, shape_of
 from rankax.core.base.cache import Kept
 from rankax.core.loop.spec import index_without_fill
 from rankax.core.plan.schedule import Shape
-from rankax.core.reduce.protocol import FILL, Keep, Reduction
-from rankax.ext.padding import bucket_of
+from rankax.core.reduce.protocol import Keep, Reduction
+from rankax.ext.lengths import bucket_of
 from rankax.ext.reductions.winners import FirstK
 
 
@@ -121,13 +121,6 @@ def filled(call: KernelCall, filling: Filling, *, only_shapes: bool = False) -> 
     for i, x in zip(arrays, padded, strict=True):
         leaves[i] = x
     return dataclasses.replace(call, leaves=leaves, lengths=filling.lengths, cut=filling.cut)
-
-
-def marked(call: KernelCall, options: Options) -> Options:
-    """Return options whose reductions do not count the copies."""
-    if options.reduce is None or not call.lengths:
-        return options
-    return options.replace(reduce=options.reduce.of_items(FILL))
 
 
 def with_places(out: Any, call: KernelCall, options: Options) -> Any:
@@ -223,29 +216,15 @@ def _resized_one(x: Any, shape: Shape, *, copies: bool = False) -> Any:
 
 
 def _by(package: Any, x: Any, *, shape: Shape, copies: bool) -> Any:
-    if copies:
-        for axis, size in enumerate(shape):
-            if package is np and size > x.shape[axis] > 0:
-                x = _with_copies(x, axis, size)
-            elif size != x.shape[axis]:
-                x = package.take(x, np.arange(size), axis, mode="clip")
-        return x
-    x = x[tuple(map(slice, shape))]
-    if package is np and x.shape != shape:  # `np.pad` takes ten times as long for a small array
-        padded = np.zeros(shape, x.dtype)
-        padded[tuple(map(slice, x.shape))] = x
-        return padded
-    widths = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
-    return package.pad(x, widths) if x.shape != shape else x
-
-
-def _with_copies(x: Any, axis: int, size: int) -> Any:
-    """Return an array with copies of its last item; `np.take` would look each number up."""
-    padded = np.empty((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
-    front, length = (slice(None),) * axis, x.shape[axis]
-    padded[(*front, slice(length))] = x
-    padded[(*front, slice(length, None))] = x[(*front, slice(-1, None))]
-    return padded
+    for axis, size in enumerate(shape):
+        front, more = (slice(None),) * axis, size - x.shape[axis]
+        if more < 0:
+            x = x[(*front, slice(size))]
+        elif more:
+            last = x[(*front, slice(-1, None))] if copies else package.zeros((), x.dtype)
+            end = package.broadcast_to(last, (*x.shape[:axis], more, *x.shape[axis + 1 :]))
+            x = package.concatenate([x, end], axis)
+    return x
 
 
 _resize = jax.extend.core.Primitive("rankax_resize")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
 """What extensions know of the equations of a program: what they call, what they cost.
 
-`operations` yields each equation, also those of loops, branches and called functions, with how
+`operations` has each equation, also those of loops, branches and called functions, with how
 often one evaluation of the program runs it, and which of its inputs depend on the item.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -44,23 +45,24 @@ class Operation(NamedTuple):
     calls: bool  # another program, whose operations come next
 
 
-def operations(jaxpr: Jaxpr, moving: set[Any] | None = None, times: int = 1) -> Iterator[Operation]:
-    """Yield all operations of the program of an item; of a branch, those of all programs.
+def operations(jaxpr: Jaxpr, moving: set[Any] | None = None, times: int = 1) -> list[Operation]:
+    """Return all operations of the program of an item; of a branch, those of all programs.
 
     ``moving``: the inputs that depend on the item; by default all.
     """
-    moving = set(jaxpr.invars) if moving is None else moving
+    moving, found = set(jaxpr.invars) if moving is None else moving, list[Operation]()
     for eqn in jaxpr.eqns:
         name, params = name_and_params(eqn)
         varying = tuple([not isinstance(v, Literal) and v in moving for v in eqn.invars])
         programs = list(subprograms(eqn))
         is_loop = name in _LOOPS
-        yield Operation(name, eqn, times, varying, is_loop, bool(programs))
+        found.append(Operation(name, eqn, times, varying, is_loop, bool(programs)))
         if any(varying):
             moving.update(eqn.outvars)
         steps = times * params.get("length", STEPS_OF_WHILE) if is_loop else times
         for program in programs:
-            yield from operations(program, _inputs_that_vary(eqn, program, varying), steps)
+            found += operations(program, _inputs_that_vary(eqn, program, varying), steps)
+    return found
 
 
 def _inputs_that_vary(eqn: JaxprEqn, program: Any, varying: Sequence[bool]) -> set[Any]:
@@ -76,16 +78,15 @@ def _inputs_that_vary(eqn: JaxprEqn, program: Any, varying: Sequence[bool]) -> s
     return {v for v, varies in zip(program.invars, flags, strict=True) if varies}
 
 
-def of_item(jaxpr: Jaxpr) -> Iterator[Operation]:
-    """Yield the operations that depend on the item."""
-    return (each for each in operations(jaxpr) if any(each.varying) and each.eqn.outvars)
+def of_item(jaxpr: Jaxpr) -> list[Operation]:
+    """Return the operations that depend on the item."""
+    return [each for each in operations(jaxpr) if any(each.varying) and each.eqn.outvars]
 
 
 def bytes_of_item(jaxpr: Jaxpr) -> int:
     """Return the bytes of all inputs of an item, and of all values that it computes."""
-    found = (each for each in of_item(jaxpr) if each.is_loop or not each.calls)
-    computed = (v for each in found for v in each.eqn.outvars)
-    return sum(map(bytes_of, (*jaxpr.invars, *jaxpr.outvars, *computed)))
+    found = [each.eqn.outvars for each in of_item(jaxpr) if each.is_loop or not each.calls]
+    return sum(map(bytes_of, itertools.chain(jaxpr.invars, jaxpr.outvars, *found)))
 
 
 def bytes_of(variable: Any) -> int:
@@ -94,14 +95,17 @@ def bytes_of(variable: Any) -> int:
     return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
 
 
-def cost(jaxpr: Jaxpr) -> int:
-    """Return about how many numbers a program computes."""
-    return sum(
-        operation.times
-        * max(map(_size, (*operation.eqn.invars, *operation.eqn.outvars)), default=0)
-        for operation in operations(jaxpr)
-        if not operation.calls
-    )
+def cost(eqns: Sequence[JaxprEqn]) -> int:
+    """Return about how many numbers these equations of a program compute."""
+    numbers = 0
+    for eqn in eqns:
+        name, params = name_and_params(eqn)
+        if inside := [cost(program.eqns) for program in subprograms(eqn)]:
+            steps = params.get("length", STEPS_OF_WHILE) if name in _LOOPS else 1
+            numbers += steps * sum(inside)
+        else:
+            numbers += max(map(_size, (*eqn.invars, *eqn.outvars)), default=0)
+    return numbers
 
 
 def _size(variable: Any) -> int:

@@ -30,7 +30,6 @@ from rankax.ext.bucket import (
     cut,
     filled,
     filling_of,
-    marked,
     with_places,
 )
 from rankax.ext.progress import wait_for_reports
@@ -195,6 +194,6 @@ def _run(kernel: KernelSpec, frame: _Frame, arrays: Sequence[Any]) -> Any:
         return call_ragged(call)
     lengths = dict(zip(frame.filled, traced, strict=True))
     call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
-    out = evaluate(call, marked(call, frame.options), frame.place)
+    out = evaluate(call, frame.options, frame.place)
     are_states = frame.options.reduce is not None and frame.options.reduce.of_run is not None
     return with_places(out, call, frame.options) if lengths and not are_states else out

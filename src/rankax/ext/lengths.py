@@ -13,6 +13,8 @@ then sorted by all their rows together.
 
 The blocks of a stream are known before the first one is evaluated. They share the runs of all
 items, and a few numbers of items for each run (`Shared`).
+
+Batches are padded, too: with ``bucket=``, each axis to one of a few lengths (`bucket_of`).
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from rankax.ext.padding import bucket_of
+from rankax.core.base.messages import checked_int
 
 Array = np.ndarray[Any, Any]
 
+Bucket = bool | tuple[int, ...]
+
+_RATIO_OF_BUCKETS = 1.25  # of one to the next, so that at most a fifth of the items are copies
 MOST_LENGTHS = 12
 _ENOUGH = 1 / 0.9  # of the rows that there are, the rows that are evaluated
 _ENOUGH_ITEMS = 1.25  # of the items of blocks, the items that are evaluated
@@ -165,3 +170,23 @@ def _cuts(ends: Array, most: Array, enough: int) -> list[int]:
         last = int(first[last]) - 1
         cuts.append(last)
     return cuts[::-1]
+
+
+def checked_bucket(value: Any, site: str) -> Bucket:
+    """Return a valid value of the option ``bucket``, or raise."""
+    if isinstance(value, bool):
+        return value
+    refusal = f"{site}: bucket must be True, False or lengths such as (128, 1024, 8192), got"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{refusal} {type(value).__name__} {value!r}")
+    if not value:
+        raise ValueError(f"{refusal} no length")
+    refusal = f"{site}: the lengths of bucket must be positive ints, got"
+    return tuple(sorted({checked_int(length, refusal, least=1) for length in value}))  # pyright: ignore
+
+
+def bucket_of(length: int, bucket: Bucket) -> int | None:
+    """Return the length to which an axis is padded; None if it is longer than all of them."""
+    every = (math.ceil(_RATIO_OF_BUCKETS**k) for k in itertools.count())
+    sizes = every if bucket is True else bucket or ()
+    return next((size for size in sizes if size >= length), None)

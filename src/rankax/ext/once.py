@@ -72,7 +72,7 @@ def is_possible(plan: Plan, item: ItemProgram) -> bool:
     """Whether a call has arguments whose own work may be moved."""
     has_axes = sum(size > 1 for size in plan.batch_shape) > 1
     counts = any(own.mask is not None for own in item.outputs)
-    return has_axes and not counts and not item.closed.effects and not item.read
+    return has_axes and not counts and not item.closed.effects
 
 
 def pieces(

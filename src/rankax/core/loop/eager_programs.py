@@ -53,6 +53,7 @@ import functools
 import itertools
 import struct
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -121,6 +122,18 @@ def _of_program(jaxpr: Jaxpr, other: _Other) -> Hashable:
     return len(jaxpr.constvars), inputs, tuple(body), outputs
 
 
+def _of_inner(jaxpr: Jaxpr, other: _Other) -> Hashable:
+    """Return the key of a program inside another, of which JAX often has one object for all."""
+    if other is not _refused:
+        return _of_program(jaxpr, other)
+    if (key := _of_jaxprs.get(jaxpr)) is None:
+        key = _of_jaxprs[jaxpr] = _of_program(jaxpr, other)
+    return key
+
+
+_of_jaxprs: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
+
+
 def _of_literal(literal: Any, other: _Other) -> Hashable:
     if isinstance(literal.val, jax.Array):  # reading it might wait for a device
         return other(literal.val)
@@ -134,10 +147,7 @@ def _of_params(eqn: JaxprEqn, other: _Other) -> Hashable:
     if kind in RULES:
         return key_of_value(params["call_jaxpr"], other)
     left_out = "callback" if kind == "debug_callback" else _DERIVATIVES_ONLY.get(kind)
-    kept = [
-        (name, key_of_value(value, other)) for name, value in params.items() if name != left_out
-    ]
-    return kind, *kept
+    return kind, *[(k, key_of_value(x, other)) for k, x in params.items() if k != left_out]
 
 
 _OWN_CALLS = ("rankax_call", "HighLevelCall")
@@ -160,22 +170,15 @@ def key_of_value(value: Any, other: _Other) -> Hashable:
     if isinstance(value, np.generic):
         return type(value), value.dtype, value.tobytes()
     if isinstance(value, ClosedJaxpr):
-        return _of_program(value.jaxpr, other), *map(other, value.consts)
+        return _of_inner(value.jaxpr, other), *map(other, value.consts)
     if isinstance(value, Jaxpr):
         return _of_program(value, other)
-    if _is_known(value):
+    if isinstance(value, (*_KNOWN, _unspecified())):  # whose ``==`` compares all of it
         return type(value), value
-    if _is_record(value):
-        return type(value), key_of_value(vars(value), other)
-    if not programs.is_container(value):
-        return other(value)
-    items = value.items() if isinstance(value, dict) else value
-    return type(value), tuple([key_of_value(item, other) for item in items])
-
-
-def _is_known(value: Any) -> bool:
-    """Whether this is an object whose ``==`` compares all of it."""
-    return isinstance(value, (*_KNOWN, _unspecified()))
+    if programs.is_container(value):
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple([key_of_value(item, other) for item in items])
+    return (type(value), key_of_value(vars(value), other)) if _is_record(value) else other(value)
 
 
 # What occurs among the parameters of the operations of `tests/ops`; all else cannot be compared.
@@ -215,7 +218,10 @@ def opened(closed: ClosedJaxpr) -> Any:
     The same object if such calls hold none. Arrays inside a loop or a branch stay there.
     """
     lifted: dict[Any, Any] = {}  # the array of each variable; one program may be called twice
-    eqns = [_opened_call(eqn, lifted) for eqn in closed.jaxpr.eqns]
+    eqns = [
+        _opened_call(eqn, lifted) if eqn.primitive.name in ("jit", "pjit") else eqn
+        for eqn in closed.jaxpr.eqns
+    ]
     if not lifted:
         return closed
     jaxpr = closed.jaxpr.replace(constvars=[*closed.jaxpr.constvars, *lifted], eqns=eqns)
@@ -223,7 +229,7 @@ def opened(closed: ClosedJaxpr) -> Any:
 
 
 def _opened_call(eqn: JaxprEqn, lifted: dict[Any, Any]) -> Any:
-    if eqn.primitive.name not in ("jit", "pjit") or _is_placed(eqn.params):
+    if _is_placed(eqn.params):
         return eqn
     inner = opened(eqn.params["jaxpr"])
     if not inner.consts:
@@ -236,8 +242,8 @@ def _opened_call(eqn: JaxprEqn, lifted: dict[Any, Any]) -> Any:
 def _is_placed(params: dict[str, Any]) -> bool:
     """Whether a call of `jax.jit` asks for devices or layouts."""
     names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
-    values = [x for name in names for x in params.get(name, ())]
-    return not all(x is None or isinstance(x, _unspecified()) for x in values)
+    kinds = {type(x) for name in names for x in params.get(name, ())}
+    return not kinds <= {type(None), _unspecified()}
 
 
 @functools.cache
@@ -314,14 +320,13 @@ def kept_program(
     """
     if mode is Mode.STAGED:
         program = make()
-        return program and functools.partial(program, item.whole, list(leaves))
+        return program and functools.partial(program, item, list(leaves))
     closed = opened(item.closed)
     # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
-    consts = [*item.read, *closed.consts]
-    consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in consts]
+    consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
     args = consts, list(leaves)
     try:
-        whole = _key_of(closed, (item.site, item.out_axes, item.how, key), leaves, mode)
+        whole = _key_of(closed, (item.site, item.out_axes, key), leaves, mode)
     except Unknown:
         run = _compiled(make(), item, programs.unchanged, args, compiled)
     else:
@@ -399,7 +404,6 @@ def _compiled(
 ) -> Any:
     if program is None:
         return None
-    item = item.whole
     closed = opened(item.closed)
     jaxpr, more = bare(closed.jaxpr), closed.consts[len(args[0]) :]
     # Without the constants, and the tree, which may hold user-defined classes.

@@ -78,6 +78,18 @@ def call_with_derivative_of(
     return out_trees[0].unflatten(programs.as_arrays(outs, program.out_avals))
 
 
+@jax.custom_jvp
+def with_derivative(value: Any, like: Any) -> Any:  # noqa: ARG001
+    """Return an array with the derivative of another."""
+    return value
+
+
+# Zeros stay symbolic, for a `jax.custom_vjp` of the kernel: it refuses a tangent, even of zeros.
+@functools.partial(with_derivative.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> Any:
+    return with_derivative(*primals), tangents[1]  # which has a derivative, too
+
+
 def _keep_rules(closed: ClosedJaxpr) -> Any:
     """Return a program equal to ``closed`` whose rules JAX does not forget.
 

@@ -201,21 +201,6 @@ class ItemProgram:
         Any, ...
     ] = ()  # what each reduction takes (`rankax.core.reduce`), if there are any
 
-    @property
-    def whole(self) -> "ItemProgram":
-        """The item as one program; the same object, unless it is still in two parts."""
-        return self
-
-    @property
-    def read(self) -> tuple[Any, ...]:
-        """The arrays that a first part of the item reads (`ext/ragged/padded.py`)."""
-        return ()
-
-    @property
-    def how(self) -> Hashable:
-        """How the first part reads them; the whole follows from this and from ``closed``."""
-        return None
-
     def __call__(self, *leaves: Any) -> list[Any]:
         try:
             return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)

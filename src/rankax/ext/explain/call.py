@@ -12,7 +12,7 @@ from rankax.core.base.arrays import inside_call, on_mesh, shape_of
 from rankax.core.plan.schedule import Plan
 from rankax.core.protocols import Placement
 from rankax.ext import cpu_math, once
-from rankax.ext.bucket import fill_up, marked
+from rankax.ext.bucket import fill_up
 from rankax.ext.explain.plan import BatchPlan, shown
 from rankax.ext.memory import choose as memory
 from rankax.pipeline import Traced, by_hand, fit_apart, observed, place_of, prepared, traced
@@ -21,7 +21,7 @@ from rankax.pipeline import Traced, by_hand, fit_apart, observed, place_of, prep
 def plan_kernel(call: KernelCall) -> BatchPlan:
     options = call.kernel.options()
     call = fill_up(call, options)
-    return plan_of(call, marked(call, options))
+    return plan_of(call, options)
 
 
 def plan_of(bound: KernelCall, options: Options) -> BatchPlan:
@@ -54,7 +54,6 @@ def _planned(bound: KernelCall, options: Options, place: Placement) -> BatchPlan
         return shown(plan, **found)
     with observed(options, bound.name):
         own = traced(call, options, place)
-    own = own._replace(item=own.item.whole)
     whole = own.whole
     own, fitted = fit_apart(own)
     schedule = once.shown(fitted.plan, whole, own.parts) if own.parts else fitted.plan

@@ -38,8 +38,9 @@ from rankax.core.loop.loop import (
 )
 from rankax.core.loop.spec import item_of, items_at, lengths_of, own_places
 from rankax.core.plan.schedule import Chunks, Level, split_into_chunks
+from rankax.core.trace.derivatives import with_derivative
 from rankax.core.trace.programs import ItemProgram, has_order, subprograms, with_shape
-from rankax.ext.lanes.engine import Engine, Output
+from rankax.ext.lanes.engine import Engine, Output, written
 from rankax.ext.lanes.machine import Machine, cut_program
 
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
@@ -115,12 +116,13 @@ def walk_in_lanes(
     """
     closed, spec, count = _numbered(fun, leaves, levels), levels[0], math.prod(lengths_of(levels))
     avals, lanes = closed.out_avals, min(spec.walker.count, count)
-    output: Output = _Buffers(count, like.out_axes if like else (), avals)
+    output = Output(count, like.out_axes if like else (), avals)
     if folds is not None:
         tiles = Chunks(count, tile, -(-count // tile))
         outs = [jax.ShapeDtypeStruct((tile, *aval.shape), aval.dtype) for aval in avals]
         own = tuple(folds(outs, tiles))
-        output = _Window(tiles, lanes, own, TileSlots(tile, (), index_dtype(count)), avals)
+        in_tile = TileSlots(tile, (), index_dtype(count))
+        output = _Window(count, (), avals, tiles, lanes, own, in_tile)
     reports = spec.observer and spec.observer.reports(count, 1, 1)
     machine, rounds = cut_program(closed), spec.walker.rounds
     return Engine(machine, closed.consts, count, lanes, output, rounds, reports).run()
@@ -162,8 +164,9 @@ def in_lockstep(
     """
     sizes = lengths_of(levels)
     count = math.prod(sizes)
-    is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
-    sort = sort and (any(is_whole) or count <= _MOST_SORTED)
+    by_leaf = zip(*(level.in_axes for level in levels), strict=True)
+    whole = [i for i, axes in enumerate(by_leaf) if None not in axes]
+    sort = sort and (bool(whole) or count <= _MOST_SORTED)
     order, outs = _by_steps(fun, leaves, levels, out_axes) if sort else (None, [])
 
     def on_item(*inputs: Any) -> Any:
@@ -172,17 +175,16 @@ def in_lockstep(
         if order is not None:
             number = lax.dynamic_index_in_dim(order, number, keepdims=False)
         places = places_of(number, sizes)
-        pairs = enumerate(zip(leaves, is_whole, strict=True))
-        items = [x if whole else item_of(x, i, places, levels) for i, (x, whole) in pairs]
+        pairs = enumerate(leaves)
+        items = [x if i in whole else item_of(x, i, places, levels) for i, x in pairs]
         return fun(*items, *own_places(places, levels))
 
     def in_order(i: int, leaf: Any) -> Any:
         numbers = counted(count, index_dtype(count)) if order is None else order
         return jax.vmap(lambda number: item_of(leaf, i, places_of(number, sizes), levels))(numbers)
 
-    pairs = enumerate(zip(leaves, is_whole, strict=True))
-    ordered = [in_order(i, x) if whole else x for i, (x, whole) in pairs]
-    axes = tuple(0 if whole else None for whole in is_whole)
+    ordered = [in_order(i, x) if i in whole else x for i, x in enumerate(leaves)]
+    axes = tuple(0 if i in whole else None for i in range(len(leaves)))
     changes = {"in_axes": axes, "is_loop": True, "walker": None, "numbered": True}
     chunks = split_into_chunks(count, levels[0].walker.count)
     level = dataclasses.replace(levels[0], chunks=chunks, **changes)
@@ -209,7 +211,7 @@ def _by_steps(
     *outputs, steps = machine.outputs
     machine = machine._replace(outputs=[*outputs[: len(out_axes)], steps])
     avals = [*closed.out_avals[: len(out_axes)], jax.ShapeDtypeStruct((), jnp.int32)]
-    output = _Buffers(count, [*out_axes, 0], avals)
+    output = Output(count, [*out_axes, 0], avals)
     walker: Any = levels[0].walker
     lanes = min(walker.count, count)
     *outs, steps = Engine(machine, closed.consts, count, lanes, output, walker.rounds).run()
@@ -225,53 +227,8 @@ def map_in_lockstep(
     outs = map_level(on_item, level, axes, back=True)(*ordered)
     pairs = zip(outs, like.out_axes, strict=True)
     outs = [x if a is None else jnp.moveaxis(stored(x), 0, a) for x, a in pairs]
-    return list(map(_with_value, values, outs)) if values else outs
-
-
-@jax.custom_jvp
-def _with_value(value: jax.Array, like: jax.Array) -> jax.Array:  # noqa: ARG001
-    """Return a value with the derivative of ``like``.
-
-    The reverse pass evaluates the items of ``like`` again, and so they are evaluated only there.
-    """
-    return value
-
-
-@_with_value.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
-    return _with_value(*primals), tangents[1]  # which has a derivative, too
-
-
-@dataclasses.dataclass(frozen=True)
-class _Buffers(Output):
-    """Whole outputs: each item is written where it belongs."""
-
-    count: int
-    axes: Sequence[int | None]  # of the items; None if an output is the same for all
-    avals: Sequence[Any]  # of one item
-
-    def start(self) -> list[jax.Array]:
-        sizes = [() if axis is None else (self.count,) for axis in self.axes]
-        pairs = zip(sizes, self.avals, strict=True)
-        return [zeros_of(aval, (*size, *aval.shape)) for size, aval in pairs]
-
-    def put(self, held: list[Any], outs: list[Any], items: jax.Array, on: jax.Array) -> list[Any]:
-        at, one = _written(on, items, self.count), jnp.argmax(on)
-        return [
-            jnp.where(on[one], new[one], old)
-            if axis is None
-            else old.at[at].set(new, mode="drop", unique_indices=True)
-            for axis, new, old in zip(self.axes, outs, held, strict=True)
-        ]
-
-    def settle(self, held: list[Any]) -> list[Any]:
-        return held
-
-    def limit(self, held: Any) -> int:  # noqa: ARG002
-        return self.count
-
-    def end(self, held: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.moveaxis(x, 0, a) if a else x for x, a in zip(held, self.axes, strict=True)]
+    # The reverse pass evaluates the items again, and so they are evaluated only there.
+    return list(map(with_derivative, values, outs)) if values else outs
 
 
 class _Waiting(NamedTuple):
@@ -291,7 +248,6 @@ class _Window(Output):
     lanes: int
     folds: tuple[Sink, ...]
     in_tile: TileSlots
-    avals: Sequence[Any]
 
     @property
     def size(self) -> int:
@@ -304,7 +260,7 @@ class _Window(Output):
         return _Waiting(first_start(self.tiles), outs, zeros((self.size,), jnp.bool_), carry)
 
     def put(self, held: _Waiting, outs: list[Any], items: jax.Array, on: jax.Array) -> _Waiting:
-        at = _written(on, items % self.size, self.size)
+        at = written(on, items % self.size, self.size)
         new = [
             old.at[..., at].set(jnp.moveaxis(x, 0, -1), mode="drop", unique_indices=True)
             for x, old in zip(outs, held.outs, strict=True)
@@ -344,8 +300,3 @@ class _Window(Output):
             outs = [jnp.take(x, at, axis=-1) for x in held.outs]
             carry = self._folded(carry, outs, jnp.asarray(start), new_items(start, tiles))
         return ends_of(self.folds, carry, [None] * len(self.folds))
-
-
-def _written(on: jax.Array, places: jax.Array, size: int) -> jax.Array:
-    """Return the places that are on; the others are out of bounds, no two of them the same."""
-    return jnp.where(on, places, counted(on.shape[0], places.dtype) + size)

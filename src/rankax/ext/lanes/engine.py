@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,23 +50,46 @@ _LARGE = 2**24  # numbers in all lanes, for which an H100 needs as long as for a
 _REPORTS = 50
 
 
-class Output(Protocol):
-    """Where the outputs of items go."""
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where the outputs of items go: each is written where its item belongs."""
+
+    count: int
+    axes: Sequence[int | None]  # of the items; None if an output is the same for all
+    avals: Sequence[Any]  # of one item
 
     def start(self) -> Any:
         """Return what is held before the first item."""
+        sizes = [() if axis is None else (self.count,) for axis in self.axes]
+        pairs = zip(sizes, self.avals, strict=True)
+        return [zeros_of(aval, (*size, *aval.shape)) for size, aval in pairs]
 
     def put(self, held: Any, outs: list[Any], items: jax.Array, on: jax.Array) -> Any:
         """Take the outputs of all lanes, on axis 0; only those that are ``on`` have ended."""
+        at, one = written(on, items, self.count), jnp.argmax(on)
+        return [
+            jnp.where(on[one], new[one], old)
+            if axis is None
+            else old.at[at].set(new, mode="drop", unique_indices=True)
+            for axis, new, old in zip(self.axes, outs, held, strict=True)
+        ]
 
     def settle(self, held: Any) -> Any:
         """Fold what can be folded, so that further items may begin."""
+        return held
 
-    def limit(self, held: Any) -> Any:
+    def limit(self, held: Any) -> Any:  # noqa: ARG002
         """Return the first item that must not begin yet."""
+        return self.count
 
-    def end(self, held: Any) -> Any:
+    def end(self, held: Any) -> list[Any]:
         """Return the result."""
+        return [jnp.moveaxis(x, 0, a) if a else x for x, a in zip(held, self.axes, strict=True)]
+
+
+def written(on: jax.Array, places: jax.Array, size: int) -> jax.Array:
+    """Return the places that are on; the others are out of bounds, no two of them the same."""
+    return jnp.where(on, places, counted(on.shape[0], places.dtype) + size)
 
 
 class _Lanes(NamedTuple):
@@ -97,7 +120,7 @@ class Engine:
         constants = map(lax.stop_gradient, self.consts)
         self.known: Env = dict(zip(self.machine.consts, constants, strict=True))
         run_ops(self.machine.once, self.known)
-        self.buffers = {write.buffer for state in self.states for write in state.writes}
+        self.buffers = {buffer for state in self.states for buffer, *_ in state.writes}
         self.last = len(self.states) - 1
         self.free = len(self.states)  # the state of a lane without an item
 
@@ -122,12 +145,15 @@ class Engine:
 
     def _rounds(self, lanes: _Lanes) -> _Lanes:
         """Go round once, or as often as the host must not wait."""
-        if self.rounds == 1:
-            return self._round(lanes)
         before = lanes
-        lanes = lax.fori_loop(0, self.rounds, lambda _, lanes: self._round(lanes), lanes)
+        if self.rounds == 1:
+            lanes = self._round(lanes)
+        else:
+            lanes = lax.fori_loop(0, self.rounds, lambda _, lanes: self._round(lanes), lanes)
         if self.reports is not None:
             _report(self.reports, self.count, self._ended(before), self._ended(lanes))
+        if self.rounds == 1:
+            return lanes
         # All lanes may be free, because the items after them had to wait for this.
         lanes = lanes._replace(held=self.output.settle(lanes.held))
         return self._take(lanes, lanes.at == self.free)
@@ -214,10 +240,10 @@ class Engine:
         following, values, rows = self._evaluate(state, env, changed, on)
         slots = {**lanes.slots, **self._selected(on, changed, values, lanes.slots)}
         each = counted(self.lanes, jnp.int32)
-        for write, (row, value) in zip(state.writes, rows, strict=True):
-            row = jnp.where(on, row, write.buffer.aval.shape[0])  # out of bounds: not written
-            at = slots[write.buffer].at[each, row]
-            slots[write.buffer] = at.set(value, mode="drop", unique_indices=True)
+        for (buffer, *_), (row, value) in zip(state.writes, rows, strict=True):
+            row = jnp.where(on, row, buffer.aval.shape[0])  # out of bounds: not written
+            at = slots[buffer].at[each, row]
+            slots[buffer] = at.set(value, mode="drop", unique_indices=True)
         return lanes._replace(at=jnp.where(on, following, lanes.at), slots=slots)
 
     def _end(self, lanes: _Lanes) -> _Lanes:
@@ -225,9 +251,6 @@ class Engine:
         on, outputs = lanes.at == self.last, self.machine.outputs
         state = self.states[-1]
         _, outs, _ = self._evaluate(state, lanes.slots, outputs, on, lanes_first=True)
-        if self.reports is not None and self.rounds == 1:
-            before = self._ended(lanes)
-            _report(self.reports, self.count, before, before + jnp.sum(on, dtype=before.dtype))
         held = self.output.put(lanes.held, outs, lanes.item, on)
         held = self.output.settle(held) if self.rounds == 1 else held
         return self._take(lanes._replace(held=held), on | (lanes.at == self.free))
@@ -267,7 +290,7 @@ class Engine:
         def one(*values: Any) -> Any:
             env = {**self.known, **dict(zip(given, values, strict=True))}
             run_ops(state.ops, env)
-            rows = [(env[write.row], value_of(write.value, env)) for write in state.writes]
+            rows = [(env[row], env[value]) for _, row, value in state.writes]
             return _following(state, env), [value_of(x, env) for x in wanted], rows
 
         in_axes = tuple(map(self._axis, given))

@@ -35,13 +35,13 @@ from jax.sharding import AxisType
 
 from rankax.core.loop.loop import carried_with, varying_axes
 from rankax.core.trace import programs
-from rankax.core.trace.programs import subprograms
 from rankax.ext.equations import CALLS, STEPS_OF_WHILE, WITH_RULE, cost, has_rule, split_loop
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
 _CALLS = {*CALLS, "rankax_call"}
 
 _REVERSED = {"while": "from stored carries", "scan": "from all its carries", "cond": ""}
+_PARTS = {*_CALLS, *WITH_RULE, *_REVERSED}  # what may hold a loop that is cut
 
 # Primitives by which the loops of Equinox make all items of a batch end together.
 # The condition asks whether any goes on, and the number of a step must be the same for all.
@@ -68,14 +68,7 @@ class Op(NamedTuple):
     run: Callable[..., Sequence[Any]]
     ins: Sequence[Any]
     outs: Sequence[Slot]
-
-
-class Stored(NamedTuple):
-    """``buffer[row] = value``, at the end of a state."""
-
-    buffer: Slot
-    row: Slot
-    value: Any
+    eqn: Any = None  # the equation that it runs, if it runs one
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,29 +76,40 @@ class State:
     """Straight-line code, and the states that may follow: ``targets[test]``."""
 
     ops: list[Op] = dataclasses.field(default_factory=list)
-    writes: list[Stored] = dataclasses.field(default_factory=list)
+    #: ``buffer[row] = value`` at its end, of each buffer, row and value
+    writes: list[tuple[Slot, Slot, Slot]] = dataclasses.field(default_factory=list)
     test: Any = None  # a slot or a literal; None if there is one target
     targets: tuple[int, ...] = ()
     is_branch: bool = False  # whether it starts one side of a branch
-    is_exposed: bool = False  # whether garbage of lanes that do not wait in it is unsafe
-    cost: int = 0  # about how many numbers it computes for a lane
 
     def add(self, run: Callable[..., Sequence[Any]], ins: Sequence[Any], outs: Any) -> None:
         self.ops.append(Op(run, ins, outs))
 
-    @property
+    # Of a state that is complete.
+
+    @functools.cached_property
+    def is_exposed(self) -> bool:
+        """Whether garbage of lanes that do not wait in it is unsafe."""
+        return any(harmed(op.eqn) for op in self.ops if op.eqn is not None)
+
+    @functools.cached_property
+    def cost(self) -> int:
+        """About how many numbers it computes for a lane."""
+        return sum(cost([op.eqn]) for op in self.ops if op.eqn is not None)
+
+    @functools.cached_property
     def reads(self) -> list[Slot]:
         """The slots of lanes whose values come from earlier states."""
         written: set[Slot] = set()
         reads: list[Slot] = []
         uses = [(op.ins, op.outs) for op in self.ops]
-        uses += [((write.row, write.value), ()) for write in self.writes]
+        uses += [(write[1:], ()) for write in self.writes]
         for ins, outs in [*uses, ((self.test,), ())]:
             reads += [x for x in ins if differs(x) and x not in written]
             written.update(outs)
         return list(dict.fromkeys(reads))
 
-    @property
+    @functools.cached_property
     def changed(self) -> set[Slot]:
         """The slots that it gives new values, apart from rows of buffers."""
         return {slot for op in self.ops for slot in op.outs}
@@ -131,36 +135,29 @@ class Machine(NamedTuple):
         """Return the slots whose values a lane keeps from one state to another."""
         reads = [slot for state in self.states for slot in state.reads]
         reads += [x for x in self.outputs if differs(x) and x not in self.states[-1].changed]
-        reads += [write.buffer for state in self.states for write in state.writes]
+        reads += [buffer for state in self.states for buffer, _, _ in state.writes]
         return sorted({*reads} - {*self.inputs})
 
 
-def _varying_alike(
-    eqn: JaxprEqn, given: list[Any], run: Callable[..., list[Any]]
-) -> Callable[..., list[Any]]:
-    """Return ``run``, inside a `jax.shard_map` on inputs that all vary among its devices.
+def _run_equation(eqn: JaxprEqn, jaxpr: Jaxpr, free: Sequence[Any], *xs: Any) -> Sequence[Any]:
+    """Evaluate an equation of a program from the values of its variables.
 
-    JAX requires that the inputs of an equation vary alike. What a lane keeps varies, as lanes on
-    each device have other items; in the program, a count that begins at 0 does not, nor does the 1
-    that is added to it.
+    Inside a `jax.shard_map`, JAX requires that the inputs of an equation vary alike. What a lane
+    keeps varies, as lanes on each device have other items; in the program, a count that begins at 0
+    does not, nor does the 1 that is added to it.
     """
-
-    def alike(*xs: Any) -> list[Any]:
-        if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
-            return run(*xs)
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         xs = carried_with(xs, xs)
         axes = frozenset[Any]().union(*map(varying_axes, xs))
         if eqn.primitive.name == "pvary" and xs:  # of what may vary already
             more = tuple({*eqn.params["axes"]} - axes)
             return [lax.pcast(x, more, to="varying") if more else x for x in xs]
-        if not axes or any(subprograms(eqn)):
-            return run(*xs)
-        values = dict(zip(given, xs, strict=True))
-        ins = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        outs = eqn.primitive.bind(*carried_with(ins, ins), **eqn.params)
-        return outs if eqn.primitive.multiple_results else [outs]
-
-    return alike
+        if axes and not any(programs.subprograms(eqn)):
+            values = dict(zip(free, xs, strict=True))
+            ins = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars]
+            outs = eqn.primitive.bind(*carried_with(ins, ins), **eqn.params)
+            return outs if eqn.primitive.multiple_results else [outs]
+    return programs.evaluator(eqn, jaxpr, free)(*xs)
 
 
 def differs(x: Any) -> bool:
@@ -176,7 +173,7 @@ def value_of(x: Any, env: Env) -> Any:
 def run_ops(ops: Sequence[Op], env: Env) -> None:
     """Run straight-line code; ``env`` has the values that it takes, and gets those it computes."""
     for op in ops:
-        outs = op.run(*(value_of(x, env) for x in op.ins))
+        outs = op.run(*[value_of(x, env) for x in op.ins])
         env.update(zip(op.outs, outs, strict=True))
 
 
@@ -243,9 +240,9 @@ class _Cutter:
 
         for eqn in jaxpr.eqns:
             values, name = [read(v) for v in eqn.invars], eqn.primitive.name
-            if name not in _CALLS and not self._is_cut(eqn, values):
+            if name not in _PARTS or (name not in _CALLS and not self._is_cut(eqn, values)):
                 outs = self._equation(eqn, jaxpr, values)
-            elif name in _CALLS | WITH_RULE:
+            elif name not in _REVERSED:
                 outside, self.has_rule = self.has_rule, self.has_rule or has_rule(eqn)
                 outs = self._call(*called(eqn, values))
                 self.has_rule = outside
@@ -268,13 +265,11 @@ class _Cutter:
         # Inside a loop, XLA makes constants where they are used.
         is_lane = any(map(differs, values)) or bool(eqn.effects or (self.depth and not given))
         outs = self.slots(eqn.outvars, is_lane=is_lane)
-        run = _varying_alike(eqn, list(given), programs.evaluator(eqn, jaxpr, list(given)))
+        run = functools.partial(_run_equation, eqn, jaxpr, list(given))
         if eqn.primitive.name in self.together:  # as if there were one item
             run = lambda *xs: [eqn.primitive.impl(*xs, **eqn.params)]  # noqa: E731
-        if is_lane:
-            self.here.is_exposed |= harmed(eqn)
-            self.here.cost += cost(jaxpr.replace(eqns=[eqn]))
-        (self.here.ops if is_lane else self.once).append(Op(run, list(given.values()), outs))
+        ops = self.states[-1].ops if is_lane else self.once
+        ops.append(Op(run, list(given.values()), outs, eqn))
         return outs
 
     # Where lanes part.
@@ -284,7 +279,8 @@ class _Cutter:
         name, flags = eqn.primitive.name, [differs(x) for x in values]
         if name == "cond":
             branches = eqn.params["branches"]
-            is_expensive = flags[0] and max(cost(branch.jaxpr) for branch in branches) >= _EXPENSIVE
+            costs = (cost(branch.jaxpr.eqns) for branch in branches)
+            is_expensive = flags[0] and max(costs) >= _EXPENSIVE
             return is_expensive or any(self._flow(b, flags[1:], self.around)[1] for b in branches)
         if name == "while":
             if is_minor(eqn, self.around):
@@ -296,9 +292,7 @@ class _Cutter:
         if name == "scan":
             is_cut = self._settled(eqn.params["jaxpr"], *split_loop(eqn, flags))[1]
             return is_cut and eqn.params["length"] > 0
-        if name in WITH_RULE:
-            return self._flow(*called(eqn, flags), self.around)[1]
-        return False
+        return self._flow(*called(eqn, flags), self.around)[1]
 
     def _settled(
         self, body: Any, consts: list[bool], carry: list[bool], rows: list[bool]
@@ -336,7 +330,7 @@ class _Cutter:
         carry = self.slots(eqn.outvars)
 
         def body() -> None:
-            outside, self.around = self.around, cost(eqn.params["body_jaxpr"].jaxpr)
+            outside, self.around = self.around, cost(eqn.params["body_jaxpr"].jaxpr.eqns)
             self._move(self._call(eqn.params["body_jaxpr"], [*of_body, *carry]), carry)
             self.around = outside
 
@@ -364,15 +358,10 @@ class _Cutter:
             read = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
             self.here.add(lambda i, *rows: [read(x, i) for x in rows], [place, *rows], items)
             new = self._call(eqn.params["jaxpr"], [*consts, *carry, *items])
-            ys = new[len(carry) :]
-            # Rows are written after the carry has moved on.
-            before = {y: self.slot(y.aval) for y in ys if y in carry}
-            self._move(list(before), list(before.values()))
-            pairs = zip(buffers, ys, strict=True)
-            self.here.writes += [
-                Stored(buffer, place, before[y] if y in carry else y) for buffer, y in pairs
-            ]
-            self._move(new[: len(carry)], carry)
+            # Rows are written after the carry, which may be among them, has moved on.
+            ys = self.slots(new[len(carry) :])
+            self._move(new, [*carry, *ys])
+            self.here.writes += [(buffer, place, y) for buffer, y in zip(buffers, ys, strict=True)]
 
         def test() -> Slot:
             self.here.add(lambda i: [i + 1, i + 1 < length], [step], [step, on])
@@ -433,7 +422,7 @@ def is_minor(eqn: JaxprEqn, around: int | None) -> bool:
     """
     if around is None:
         return False
-    of_step = cost(eqn.params["body_jaxpr"].jaxpr)
+    of_step = cost(eqn.params["body_jaxpr"].jaxpr.eqns)
     return of_step < around - STEPS_OF_WHILE * of_step
 
 

@@ -44,28 +44,23 @@ from jax import core
 
 from rankax._options import Options
 from rankax.call.kernels import KernelCall, Shell, bind
-from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow
+from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow, is_spread
 from rankax.core.base.trees import leaves_with_names
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import ranks_of_leaves
 from rankax.core.loop.loop import widen
 from rankax.core.loop.spec import PLACE
 from rankax.core.plan.schedule import Shape
-from rankax.core.reduce.protocol import FILL
 from rankax.core.reduce.run import Reductions
-from rankax.ext.bucket import marked, resized
-from rankax.ext.lengths import Group, Shared, groups_of, rounded_up, slots_for
-from rankax.ext.padding import bucket_of
-from rankax.ext.ragged.checks import check_options, dimensions
+from rankax.ext.bucket import resized
+from rankax.ext.lengths import Group, Shared, bucket_of, groups_of, rounded_up, slots_for
 from rankax.ext.ragged.padded import (
     ITEMS,
     MAPPED,
     WHOLE,
     Compiled,
     Padded,
-    PaddedCall,
     Role,
-    as_a,
     places_of,
     read_at,
 )
@@ -96,8 +91,8 @@ class RaggedCall:
         ``settings``: the fields that have defaults.
         """
         options = call.kernel.options()
-        check_options(call, options)
-        names = dimensions(call)
+        _check_options(call, options)
+        names = _dimensions(call)
         first = {name: call.structure.nodes[i] for i, name in reversed(names.items())}
         dims = tuple(dict.fromkeys(names.values()))
         lengths = np.stack([first[name].lengths for name in dims], 1)
@@ -209,31 +204,30 @@ class RaggedCall:
     def _role(self, i: int, leaf: Any, rank: Rank | None, axes: Sequence[Any]) -> tuple[Role, Any]:
         if rank is None:
             return Role(None), leaf
-        weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
+        dim, is_traced = self.dim_of.get(i), isinstance(leaf, core.Tracer)
         bare = Rank(rank.rank, is_key=rank.is_key)
+        if dim is None and self.is_single:
+            return Role(rank), leaf
+        if dim is None and axes[-1] is None:  # all groups add to its cotangent
+            is_wide = is_traced and is_narrow(leaf)
+            return (
+                (Role(bare, dtype=leaf.dtype), in_32_bits(leaf)) if is_wide else (Role(bare), leaf)
+            )
         # Of several loops in one program, each would have a cotangent of the whole leaf.
         is_one = self.is_staged and len(self.groups) > 1 and not self.options.devices
-        has_slope = is_one and isinstance(leaf, core.Tracer) and has_tangent(leaf.aval)
-        slope = bare if has_slope else None
-        if i in self.dim_of:
+        has_slope = is_one and is_traced and has_tangent(leaf.aval)
+        weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
+        role = Role(None, 0, bare if has_slope else None, weak=weak)
+        if dim is not None:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            leaf = widen(leaf) if isinstance(leaf, core.Tracer) else leaf
-            leaf = self._sized(leaf, 0, self.dim_of[i])
-            return Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
-        if self.is_single:
-            return Role(rank), leaf
-        if axes[-1] is None:  # all groups add to its cotangent
-            is_wide = isinstance(leaf, core.Tracer) and is_narrow(leaf)
-            return Role(bare, dtype=leaf.dtype if is_wide else None), in_32_bits(
-                leaf
-            ) if is_wide else leaf
+            leaf = self._sized(widen(leaf) if is_traced else leaf, 0, dim)
+            return role._replace(column=2 + 2 * dim, dtype=dtype), leaf
         at = np.ndim(leaf) - rank.rank - 1
         leaf = self._sized(leaf, at)
-        if not at:
-            return Role(None, by_number=True, slope=slope, weak=weak), leaf
-        leaf = _reshaped(leaf, (*leaf.shape[:at], 1, *leaf.shape[at:]))
-        rank = Rank(rank.rank + 1, is_key=rank.is_key)
-        return Role(rank, by_number=True, slope=slope, weak=weak), leaf
+        if at:
+            leaf = _reshaped(leaf, (*leaf.shape[:at], 1, *leaf.shape[at:]))
+            role = role._replace(rank=Rank(rank.rank + 1, is_key=rank.is_key))
+        return role, leaf
 
     def _sized(self, leaf: Any, axis: int, dim: int | None = None) -> Any:
         """Return an array with an axis of a length in its bucket, and of at least one row."""
@@ -243,21 +237,17 @@ class RaggedCall:
         return _reshaped(leaf, (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]))
 
     def _slopes(self, group: Group, items: np.ndarray[Any, Any]) -> list[Any]:
-        """Return the rows of all items of a group, of the leaves that have a slope."""
+        """Return what all items of a group read, of the leaves that have a slope."""
         slopes: list[Any] = []
-        for i, role in enumerate(self.arguments[0]):
+        for role, leaf in zip(self.arguments[0], self.call.leaves, strict=True):
             if role.slope is None:
                 continue
-            leaf, at = self.call.leaves[i], items[:, 0]
-            axis = leaf.ndim - role.slope.rank - 1
-            if role.rows is not None:
-                start, length = items[:, 2 + 2 * role.rows], items[:, 3 + 2 * role.rows]
-                places = functools.partial(places_of, most=group.lengths[role.rows])
-                at = jax.vmap(places)(start, length)
-                leaf, axis = widen(leaf), 0
-            slopes.append(
-                read_at(self._sized(leaf, axis, role.rows), None, (slice(None),) * axis + (at,))
-            )
+            column, axis, dim = role.column or 0, leaf.ndim - role.slope.rank - 1, None
+            if column:
+                leaf, axis, dim = widen(leaf), 0, column // 2 - 1
+            places = functools.partial(places_of, column=column, lengths=group.lengths)
+            at = (slice(None),) * axis + (jax.vmap(places)(items),)
+            slopes.append(read_at(self._sized(leaf, axis, dim), at))
         return slopes
 
     def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
@@ -288,21 +278,16 @@ class RaggedCall:
         arrays = (*mapped, *self._slopes(group, items), *counts)
         given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
         bound = bind(derived, (), given, shapes_only=True)
-        if self.compiled is None and self.of_item is None and not self.is_staged:
-            bound = as_a(PaddedCall, bound, padded=padded, given=call.paths)
-        reductions = self.options.reduce
-        has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
-        if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):
-            return bound
-        axis = len(self.dense.batch_shape) - 1
-        return dataclasses.replace(bound, lengths={axis: len(group.items)})
+        if self.is_last_reduced and self.is_filled and not self.is_direct:
+            bound.lengths = {len(self.dense.batch_shape) - 1: len(group.items)}
+        return bound
 
     def evaluate(self, bound: KernelCall) -> Any:
         """Evaluate the call of one group."""
         if self.compiled is not None:
             return self.compiled(bound)
         bound = dataclasses.replace(bound, is_kept=not self.is_staged)
-        return evaluate(bound, marked(bound, bound.kernel.options()))
+        return evaluate(bound, bound.kernel.options())
 
 
 def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:
@@ -329,3 +314,74 @@ def dense_shell(call: KernelCall) -> Shell:
     tree = call.shell.treedef.unflatten(call.leaves)
     dense = jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, Ragged))
     return call.shell._replace(treedef=dense)
+
+
+# What ragged arguments cannot be, or do not go together with.
+
+
+def _check_options(call: KernelCall, options: Options) -> None:
+    if options.batched:
+        path = call.structure.paths[next(iter(call.structure.nodes))]
+        raise TypeError(
+            f"{call.site}: {path} is Ragged, but with batched=True the function takes a whole "
+            "chunk; write it for one item, or fill the items up and pass a boolean array"
+        )
+    for i, leaf in enumerate(call.leaves):
+        if options.devices is None and call.structure.ranks[i] is not None and is_spread(leaf):
+            raise ValueError(
+                f"{call.site}: {call.structure.paths[i]} is sharded over devices, but ragged "
+                "items are read by index from all of it; with devices=, the devices share the items"
+            )
+
+
+def _dimensions(call: KernelCall) -> dict[int, str]:
+    """Return the first dimension of each ragged leaf; refuse what does not go together."""
+    found: dict[int, str] = {}
+    first: dict[str, int] = {}  # the leaf that has a dimension first
+    structure, site = call.structure, call.site
+    for i in structure.nodes:
+        path, rank = structure.paths[i], structure.ranks[i]
+        dims = rank.dims if rank is not None else None
+        if not dims or dims[0].name is None:
+            raise TypeError(
+                f"{site}: {path} is Ragged, so its first core dimension needs a name, as in "
+                f'{path}="n 3", but its rank is {rank}'
+            )
+        name = dims[0].name
+        if any(name in (dim.name, *dim.names) for dim in dims[1:]):
+            raise TypeError(
+                f"{site}: {path} is Ragged, but its rank {rank} has {name!r} more than once; only "
+                "the first axis of an item may differ"
+            )
+        if len(shape := np.shape(call.leaves[i])) != len(dims):
+            raise ValueError(
+                f"{site}: {path} is Ragged with values of shape {shape}, but its rank {rank} asks "
+                f"for {len(dims)}: the rows, and {len(dims) - 1} for one row"
+            )
+        if found:
+            other = first.get(name, next(iter(found)))
+            mine, its = structure.nodes[i], structure.nodes[other]
+            its_path = structure.paths[other]
+            if len(mine) != len(its):
+                raise ValueError(
+                    f"{site}: {path} has {len(mine)} items, but {its_path} has {len(its)}"
+                )
+            if name in first and (differs := mine.lengths != its.lengths).any():
+                at = int(np.argmax(differs))
+                raise ValueError(
+                    f"{site}: item {at} of {path} has {mine.lengths[at]} rows, but that of "
+                    f"{its_path} has {its.lengths[at]}"
+                )
+        found[i] = name
+        first.setdefault(name, i)
+    for i, rank in enumerate(structure.ranks):
+        for dim in (rank.dims or ()) if rank is not None and i not in found else ():
+            name = next((name for name in (dim.name, *dim.names) if name in first), None)
+            if name is not None:
+                raise TypeError(
+                    f"{site}: {structure.paths[i]} has the dimension {name!r}, in which "
+                    f"{structure.paths[first[name]]} is Ragged; pass it as Ragged of the same "
+                    "lengths, if that is its first core dimension, or give the dimension another "
+                    "name"
+                )
+    return found

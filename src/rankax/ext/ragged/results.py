@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,37 +64,29 @@ def _kept_in_order(ragged: RaggedCall, reductions: Reductions, parts: list[list[
     ]
 
 
-class _Place(NamedTuple):
-    """Where an output has the items, or its rows in a ragged dimension, and how many there are."""
-
-    axis: int
-    dim: int | None
-    size: int
-
-
 def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
     """Put results of the groups, which have their items on ``axis``, in the order given."""
-    parts = [jax.tree.leaves(out) for out in outs]
-    places, shapes = list[_Place](), list[tuple[int, ...]]()
+    parts, dims = [jax.tree.leaves(out) for out in outs], list[int | None]()
+    places, shapes = list[tuple[int, int, int]](), list[tuple[int, ...]]()
     for (path, dim), *own in zip(ragged.dims_of(outs[0]), *parts, strict=True):
-        core = own[0].shape[axis + 1 :]
+        core, total, column = own[0].shape[axis + 1 :], ragged.count, 0
         if dim is not None:
-            core = core[1:]
             check_one_axis(ragged, path, dim)
+            core, total, column = core[1:], int(ragged.lengths[:, dim].sum()), 2 + 2 * dim
         elif any(part.shape[axis + 1 :] != core for part in own):
             raise _depends_on_length(ragged, path, core)
-        total = ragged.count if dim is None else int(ragged.lengths[:, dim].sum())
-        places.append(_Place(axis, dim, max(1, ragged.size(total, dim))))
+        dims.append(dim)
+        places.append((axis, column, max(1, ragged.size(total, dim))))
         shapes.append((*own[0].shape[:axis], total, *core))
-    if not places or (ragged.is_direct and all(place.dim is None for place in places)):
+    if not dims or (ragged.is_direct and {*dims} == {None}):
         return outs[0]
     held = None
     for step in _steps(ragged, parts):
         held = _put(tuple(places), held, step)
     assert held is not None
     leaves = [
-        x if place.dim is None else Ragged(x, ragged.lengths[:, place.dim])
-        for x, place in zip(resized(held, shapes), places, strict=True)
+        x if dim is None else Ragged(x, ragged.lengths[:, dim])
+        for x, dim in zip(resized(held, shapes), dims, strict=True)
     ]
     return jax.tree.structure(outs[0]).unflatten(leaves)
 
@@ -123,25 +115,28 @@ def _steps(ragged: RaggedCall, parts: Sequence[Any]) -> list[list[tuple[Any, Any
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _put(places: Sequence[_Place], held: Any, step: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Put results at their places; what fills a group up is dropped."""
+def _put(
+    places: Sequence[tuple[int, int, int]], held: Any, step: Sequence[tuple[Any, Any]]
+) -> list[Any]:
+    """Put results at their places; what fills a group up is dropped.
+
+    ``places``: of each output the axis of the items, or of their rows; the column that says where
+    these are (`RaggedCall.items_of`); and how many there are, at most.
+    """
     held = [None] * len(places) if held is None else held
     for parts, items in step:
-        pairs = zip(places, held, parts, strict=True)
-        held = [_put_one(place, x, part, items) for place, x, part in pairs]
+        triples = zip(places, held, parts, strict=True)
+        held = [_put_one(*place, x, part, items) for place, x, part in triples]
     return held
 
 
-def _put_one(place: _Place, held: Any, part: Any, items: Any) -> Any:
+def _put_one(axis: int, column: int, size: int, held: Any, part: Any, items: Any) -> Any:
     if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
         data = None if held is None else jax.random.key_data(held)
-        data = _put_one(place, data, jax.random.key_data(part), items)
+        data = _put_one(axis, column, size, data, jax.random.key_data(part), items)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
-    axis, dim, size = place
-    column, width = 0, 1
-    if dim is not None:
-        column, width = 2 + 2 * dim, part.shape[1]
-        part = jnp.reshape(part, (-1, *part.shape[2:]))
+    width = part.shape[1] if column else 1
+    part = jnp.reshape(part, (-1, *part.shape[2:])) if column else part
     start, length = items[:, column, None], items[:, column + 1, None]
     rows = jnp.arange(width, dtype=items.dtype)[None]
     index = jnp.ravel(jnp.where(rows < length, start + rows, jnp.full_like(start, size)))
@@ -171,12 +166,12 @@ def check_declared_outputs(ragged: RaggedCall) -> None:
 
 def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[KernelCall]) -> None:
     """Refuse outputs that depend on the padded length, where their shapes do not show it."""
-    first, last = bounds[0], bounds[-1]
+    last = bounds[-1]
     if len(bounds) == 1:
         (group,) = ragged.groups
         last = ragged.bound(Group(group.items, tuple(n + 1 for n in group.lengths)))
     options = ragged.options.replace(batch_shape=None)
-    pair = [dataclasses.replace(each, lengths={}) for each in (first, last)]
+    pair = [dataclasses.replace(each, lengths={}) for each in (bounds[0], last)]
     items = [each.trace(each.plan_whole(options)) for each in pair]
     avals = [item.closed.out_avals for item in items]
     named = ragged.dims_of(items[0].out_tree.unflatten(avals[0]))
@@ -248,9 +243,9 @@ def _merged(
 # What `plan` prints.
 
 
-def plan_ragged(call: KernelCall) -> BatchPlan:
+def plan_ragged(call: KernelCall, compiled: Compiled | None) -> BatchPlan:
     """Return what `call_ragged` would do."""
-    ragged = RaggedCall.of(call, call.kernel.part())
+    ragged = RaggedCall.of(call, compiled)
     parts = [
         plan_of(bound, bound.kernel.options())
         for bound in (ragged.bound(group) for group in ragged.groups)

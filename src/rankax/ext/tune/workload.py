@@ -204,7 +204,7 @@ class RaggedWorkload(Workload):
     def item(self) -> ItemProgram:
         bound = self.ragged.bound(self.ragged.groups[0])
         options = bound.kernel.options().replace(reduce=None, reduce_axis=None)
-        return bound.trace(bound.plan_whole(options)).whole
+        return bound.trace(bound.plan_whole(options))
 
     def levels(self, options: Options) -> tuple[Any, int]:
         parts = [part for _, part in plan_ragged(_with(self.call, options)).parts]
