@@ -55,12 +55,12 @@ from rankax.ext.check.ragged import RaggedItems
 from rankax.ext.explain.call import plan_kernel
 from rankax.ext.jit import evaluate_kernel, lowered
 from rankax.ext.ragged.results import plan_ragged
-from rankax.ext.tune.measure import tuned
+from rankax.ext.tune import tune
 
 if TYPE_CHECKING:  # the types of what extensions return
     from rankax.ext.check.call import CheckReport, NonFinite
     from rankax.ext.explain.plan import BatchPlan
-    from rankax.ext.tune.table import Tuning
+    from rankax.ext.tune import Tuning
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -145,7 +145,7 @@ class Kernel(Generic[P, R]):
     ) -> Self:
         """Return the kernel with the fastest options that were found on this machine."""
         kernel, args = self.unbound(args)
-        result = tuned(kernel, args, kwargs, memory_limit, gradient, seconds)
+        result = tune(kernel, args, kwargs, memory_limit, gradient, seconds)
         # A new object, because `with_options` shares its own with callers who did not tune.
         return self._bound(Kernel(kernel.with_options(**result.options).spec, result))
 
