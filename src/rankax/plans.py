@@ -2,7 +2,7 @@
 """The types of what the methods of kernels return."""
 
 from rankax.core.plan.schedule import LeafPlan, Level
-from rankax.ext.check.call import CheckReport, NonFinite
+from rankax.ext.check import CheckReport, NonFinite
 from rankax.ext.explain.plan import BatchPlan
 from rankax.ext.memory.budget import MemoryFit
 from rankax.ext.tune import Candidate, Tuning
