@@ -17,8 +17,8 @@ import pytest
 
 import rankax
 from helpers import codes_entered
-from rankax.core.protocols import NO_RULES
 from rankax._options import Options
+from rankax.core.protocols import NO_RULES
 
 SOURCE = Path(rankax.__file__).parent
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}

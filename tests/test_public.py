@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 import rankax
-from rankax.core.base.cache import switch
 from rankax._options import DEFAULTS
+from rankax.core.base.cache import switch
 
 MODULES = {"plans", "reductions"}
 

@@ -20,7 +20,6 @@ __all__ = [
     "chunked_reduce",
     "chunked_vmap",
     "clear_caches",
-    "load_tuning",
     "options",
     "plans",
     "ranks_like",
@@ -44,7 +43,6 @@ from rankax.ext.ragged.type import Ragged
 from rankax.ext.scan.checkpointed import checkpoint_chunked_scan
 from rankax.ext.scan.sliced import sliced_scan
 from rankax.ext.scan.while_loop import checkpoint_while_loop
-from rankax.ext.tune.load import load_tuning
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The types of results: of the methods of kernels, and of `rankax.load_tuning`."""
+"""The types of what the methods of kernels return."""
 
 from rankax.core.plan.schedule import LeafPlan, Level
-from rankax.ext.check.call import CheckReport, NonFinite
+from rankax.ext.check import CheckReport, NonFinite
 from rankax.ext.explain.plan import BatchPlan
 from rankax.ext.memory.budget import MemoryFit
-from rankax.ext.tune.table import Candidate, Tuning, Tunings
+from rankax.ext.tune import Candidate, Tuning
 
 __all__ = [
     "BatchPlan",
@@ -16,7 +16,6 @@ __all__ = [
     "MemoryFit",
     "NonFinite",
     "Tuning",
-    "Tunings",
 ]
 
 # The name that a pickle stores is the one a user can import. So the fields of these classes have

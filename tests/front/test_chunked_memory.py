@@ -12,8 +12,8 @@ import pytest
 
 from helpers import REMAT3, operations_on, slow, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax.core.protocols import NO_RULES
 from rankax._options import Options
+from rankax.core.protocols import NO_RULES
 
 pytestmark = pytest.mark.optimized
 

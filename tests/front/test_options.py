@@ -14,8 +14,7 @@ import pytest
 import rankax
 from helpers import refusal
 from rankax import auto_vmap, chunked_vmap
-from rankax._options import Given
-from rankax._options import DEFAULTS
+from rankax._options import DEFAULTS, Given
 
 X = jnp.asarray(np.arange(24.0).reshape(8, 3))
 

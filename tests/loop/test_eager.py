@@ -16,9 +16,9 @@ import rankax
 from helpers import assert_same, at_each_run, compilations, slow
 from rankax import auto_vmap, chunked_vmap
 from rankax.core.base.cache import Kept
-from rankax.core.protocols import Rules
 from rankax.core.loop import eager_programs as eager
 from rankax.core.plan.schedule import Tiles
+from rankax.core.protocols import Rules
 from rankax.ext.xla_cpu.rules import XlaCpu
 
 X = jnp.asarray(np.arange(30.0).reshape(10, 3) / 30)

@@ -35,10 +35,10 @@ def test_one_program_for_each_length():
     x = Ragged(np.random.default_rng(0).normal(size=(30, 13)).astype(np.float32), lengths)
     _, first = compilations(lambda: kernel.check(x, gradient=True))
     _, again = compilations(lambda: kernel.check(x, gradient=True))
-    assert first < 30
-    # Of three lengths, the value and the gradient; the value of items that are filled up; and the
-    # random sum of the call, and its derivative.
-    assert again == 3 + 3 + 1 + 2
+    assert first < 40
+    # Of three lengths, the item with its gradient, and its value; the value of items that are
+    # filled up; and the random sum of the call, and its derivative.
+    assert again == 3 + 3 + 1 + 3
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_padding_that_leaks():
         lambda x, y, mask: x.sum() + jnp.sum(y, where=mask)
     )
     y = Ragged(np.ones(13, np.float32), X.lengths)
-    leak = "the items depend on the rows that fill x up: by large numbers and NaN"
+    leak = "the items depend on the rows that fill x up"
     error = refusal(ValueError, lambda: kernel.check(X, y, items=3))
     assert error.startswith("<lambda>.check: ")
     assert leak in error

@@ -4,8 +4,8 @@
 import pytest
 
 import rankax
-from rankax.core.protocols import NO_RULES
 from rankax._options import Options
+from rankax.core.protocols import NO_RULES
 
 
 @pytest.fixture(autouse=True)

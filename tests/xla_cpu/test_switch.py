@@ -14,8 +14,8 @@ from jax import lax
 
 from helpers import primitives, slow
 from rankax import auto_vmap, chunked_vmap, options
-from rankax.core.protocols import NO_RULES
 from rankax._options import Options
+from rankax.core.protocols import NO_RULES
 from rankax.ext.xla_cpu import rules
 
 X = jax.ShapeDtypeStruct((6000, 5), jnp.float32)

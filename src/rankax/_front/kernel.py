@@ -50,18 +50,17 @@ from rankax.core.declare.ranks import declare
 from rankax.core.declare.split_key import SplitKey
 from rankax.ext.annotations import annotated_ranks
 from rankax.ext.blocks.call import call_on_blocks
-from rankax.ext.check.call import check, nonfinite
-from rankax.ext.check.ragged import RaggedItems
+from rankax.ext.check import check, nonfinite
 from rankax.ext.explain.call import plan_kernel
 from rankax.ext.jit import compiled_parts, evaluate_compiled, lowered
 from rankax.ext.ragged.results import call_ragged, plan_ragged
-from rankax.ext.tune.measure import tuned
+from rankax.ext.tune import tune
 from rankax.pipeline import evaluate
 
 if TYPE_CHECKING:  # the types of what extensions return
-    from rankax.ext.check.call import CheckReport, NonFinite
+    from rankax.ext.check import CheckReport, NonFinite
     from rankax.ext.explain.plan import BatchPlan
-    from rankax.ext.tune.table import Tuning
+    from rankax.ext.tune import Tuning
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -152,7 +151,7 @@ class Kernel(Generic[P, R]):
     ) -> Self:
         """Return the kernel with the fastest options that were found on this machine."""
         kernel, args = self.unbound(args)
-        result = tuned(kernel, args, kwargs, memory_limit, gradient, seconds)
+        result = tune(kernel, args, kwargs, memory_limit, gradient, seconds)
         # A new object, because `with_options` shares its own with callers who did not tune.
         return self._bound(Kernel(kernel.with_options(**result.options).spec, result))
 
@@ -161,14 +160,14 @@ class Kernel(Generic[P, R]):
     ) -> CheckReport:
         """Compare some items of a call with single evaluations; raise if they differ."""
         kernel, args = self.unbound(args)
-        return check(kernel, args, kwargs, items, seed, gradient=gradient, ragged=RaggedItems)
+        return check(kernel, args, kwargs, items, seed, gradient=gradient)
 
     def nonfinite(
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
     ) -> NonFinite:
         """Count the items whose value, or gradient, is not finite, and name the first ones."""
         kernel, args = self.unbound(args)
-        return nonfinite(kernel, args, kwargs, most, gradient=gradient, ragged=RaggedItems)
+        return nonfinite(kernel, args, kwargs, most, gradient=gradient)
 
     @property
     def signature(self) -> str | None:

@@ -310,8 +310,3 @@ def replaces(options: Options, axis_name: Any) -> bool:
 def notes(options: Options, jaxpr: Any) -> list[str]:
     """Return what a plan says of it."""
     return list(hints_of_cpu_math(jaxpr)) if options.on_cpu and not options.cpu_math else []
-
-
-def tried(call: Any) -> list[Any]:
-    """Without it, too; only a kernel that allows other rounding has it."""
-    return [((call.bound, 256, 16), {"cpu_math": False})] if call.defaults.cpu_math else []

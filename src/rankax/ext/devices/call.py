@@ -9,8 +9,6 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax
-
 from rankax._options import Options
 from rankax.call.base import Call
 from rankax.core.base.arrays import is_spread
@@ -81,11 +79,3 @@ def devices_of(bound: Call, options: Options) -> OnDevices | None:
         )
     parts = tuple(each for each in parts if each.axis in serves)
     return None if 0 in shape or not parts else OnDevices(parts)
-
-
-def tried(call: Any) -> list[Any]:
-    # What is committed to one device is meant to stay there.
-    is_free = not any(getattr(x, "committed", False) for x in call.values)
-    if call.defaults.devices is not None or jax.local_device_count() == 1 or not is_free:
-        return []
-    return [((call.bound, 256, 4096, 1024), {"devices": "all"})]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr
@@ -120,13 +120,3 @@ def planner(
 def changes(item: ItemProgram, ends: Sequence[str]) -> bool:
     """Whether the program of an item is walked in another way than `jax.vmap` maps it."""
     return bool(ends) or has_plain_loop(item.closed.eqns)
-
-
-def tried(call: Any) -> Iterator[Any]:
-    # Where items differ in cost, a loop or an expensive branch depends on the item.
-    options = call.defaults
-    is_mapped = not call.gradient and not options.batched
-    if is_mapped and cut_program(call.item().closed).ends:
-        yield (256, 64, 1024, call.bound or 0), {"lockstep": False}
-    if not options.lockstep:
-        yield (call.bound, 1, 256, 4096, 1024), {"lockstep": True}

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from rankax.core.protocols import NO_RULES
 from rankax.ext.equations import FUNCTIONS, SUMS, operations
 from rankax.ext.xla_cpu.kept_values import computes_again
 
@@ -83,12 +82,3 @@ def pays_to_sum_in_loops(jaxpr: Any) -> bool:
             elif name == "dot_general" or operand.ndim - 1 in eqn.params["axes"]:
                 long += operand.size * times
     return short > long and not jaxpr.effects and not computes_again(jaxpr, LIBRARY_FROM)
-
-
-def tried(call: Any) -> list[Any]:
-    given = dict(call.defaults.compiler_options or ())
-    holds = IS_TUNED and call.defaults.jit and call.defaults.rules is not NO_RULES
-    if not holds or OPTION in given:
-        return []
-    pairs = {**given, **PRODUCTS_ONLY}.items()
-    return [((call.bound, 256, 16), {"compiler_options": tuple(sorted(pairs))})]
