@@ -164,6 +164,8 @@ PLAIN = (type(None), bool, int, str, bytes, np.dtype, enum.Enum, type)
 def key_of_value(value: Any, other: _Other) -> Hashable:
     if isinstance(value, PLAIN):
         return type(value), value  # True is not 1
+    if type(value) is tuple and not [x for x in value if not isinstance(x, PLAIN)]:
+        return tuple, tuple([(type(x), x) for x in value])  # as below, in one step
     if isinstance(value, (float, complex)):
         number = complex(value)
         return type(value), struct.pack("dd", number.real, number.imag)
