@@ -151,6 +151,8 @@ def fit(own: Traced) -> Fitted:
     found: dict[str, Any] = {}
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
     tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(item.closed.jaxpr, updated)
+    if options.hoist and tiles.forward and (numbers := once.multiplies(item.closed.jaxpr, whole)):
+        tiles = tiles._replace(side=once.side_of(numbers))
 
     def plan_of(chunk_size: int | str | None) -> Plan:
         sized = options.replace(chunk_size=chunk_size)

@@ -11,6 +11,8 @@ import pytest
 import rankax
 from helpers import assert_same, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap
+from rankax._options import Options
+from rankax.core.protocols import NO_RULES
 from rankax.ext.equations import operations
 
 R = np.random.default_rng(0)
@@ -271,3 +273,31 @@ def test_half_precision_is_added_in_32_bits():
     expected = gradient(chunk_size=None)
     for size in (5, 10, 64):
         assert_same(gradient(chunk_size=size), expected, rtol=2e-2, atol=2e-2)
+
+
+# Products of what two axes have.
+
+
+@pytest.mark.parametrize(
+    "call", [CALLS["a map"], CALLS["a sum of rows"], CALLS["all"], {"reduce": "sum"}], ids=str
+)
+def test_products_are_those_of_vmap(call):
+    a, b = (jnp.asarray(R.normal(size=(n, 16)) / 4, jnp.float32) for n in (150, 263))
+    mine, plain = (
+        calls_of(lambda x, y: jnp.exp(x @ y), call),
+        by_hand(lambda x, y: jnp.exp(x @ y), call),
+    )
+    assert_same(mine(a, b), plain(a, b), rtol=2e-5, atol=2e-5)
+    gradients = (jax.jit(jax.grad(functools.partial(total, f), (0, 1))) for f in (mine, plain))
+    assert_same(*(gradient(a, b) for gradient in gradients), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 50, 1000, 5000])
+@pytest.mark.parametrize("reduce", [{}, {"reduce": "sum", "reduce_axis": -1}], ids=["map", "sum"])
+def test_chunks_of_products_have_two_sides(reduce, size):
+    kernel = auto_vmap(a=1, b=1, chunk_size=size, **reduce)(lambda a, b: jnp.exp(a @ b))
+    plan = kernel.plan(*(jax.ShapeDtypeStruct((2000, *one, 16), "float32") for one in ((1,), ())))
+    assert plan.in_flight <= size
+    if Options().rules is not NO_RULES:
+        rows, columns = (level.tile for level in plan.levels)
+        assert rows == columns

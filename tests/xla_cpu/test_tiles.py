@@ -371,7 +371,7 @@ def test_derivatives_of_several_levels_have_tiles_of_their_own():
         return stored(a) * jnp.sum(b)
 
     a, b = jnp.tile(clouds(97), (1, 4, 1)), clouds(5, 1)
-    kernel = auto_vmap(2, 2, chunk_size=200)(between)
+    kernel = auto_vmap(2, 2, chunk_size=200, hoist=False)(between)
     levels = kernel.plan(a, b).levels
     assert [level.steps > 1 for level in levels] == [True, True]
     assert any(level.derivative for level in levels)

@@ -212,4 +212,4 @@ def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:
     if options.reduce is None or options.batched:
         return chunk_size, tiles
     most = options.rules.most_reduced
-    return chunk_size, Tiles(min(tiles.forward or most, most)) if most else tiles
+    return chunk_size, tiles._replace(forward=min(tiles.forward or most, most)) if most else tiles

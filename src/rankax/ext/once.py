@@ -80,10 +80,7 @@ def pieces(
 ) -> tuple[list[Piece], Piece]:
     """Split the program of an item into parts, which are dear or ``chosen``, and the rest."""
     every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
-    on: dict[Any, Axes] = {v: frozenset() for v in jaxpr.constvars}
-    on |= dict.fromkeys(jaxpr.invars, every)  # numbers of items, after the leaves
-    for v, axes in zip(jaxpr.invars, plan.batch_axes, strict=False):
-        on[v] = frozenset(axis for axis in every if axes[axis] is not None)
+    on = _axes(jaxpr, plan)
     groups: dict[Axes, list[Any]] = {}
     of: dict[int, Axes] = {}
     for eqn in jaxpr.eqns:
@@ -114,6 +111,31 @@ def pieces(
         moved |= ids
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in moved]
     return found, _piece(every, rest, jaxpr.outvars)
+
+
+def multiplies(jaxpr: Jaxpr, plan: Plan) -> int:
+    """Return how many numbers of two axes are multiplied in a sum of products of an item; or 0.
+
+    Tiles with two sides make such sums one product of matrices.
+    """
+    on = _axes(jaxpr, plan)
+    most = 0
+    for eqn in jaxpr.eqns:
+        own = [frozenset() if isinstance(v, Literal) else on[v] for v in eqn.invars]
+        on |= dict.fromkeys(eqn.outvars, frozenset[int]().union(*own))
+        if eqn.primitive.name == "dot_general" and all(own) and not own[0] & own[1]:
+            most = max(most, *(v.aval.size for v in eqn.invars))
+    return most
+
+
+def _axes(jaxpr: Jaxpr, plan: Plan) -> dict[Any, Axes]:
+    """Return the axes on which the inputs of the program of an item depend."""
+    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
+    on: dict[Any, Axes] = {v: frozenset() for v in jaxpr.constvars}
+    on |= dict.fromkeys(jaxpr.invars, every)  # numbers of items, after the leaves
+    for v, axes in zip(jaxpr.invars, plan.batch_axes, strict=False):
+        on[v] = frozenset(axis for axis in every if axes[axis] is not None)
+    return on
 
 
 def _may_move(eqn: Any) -> bool:
@@ -259,3 +281,14 @@ def notes(parts: Sequence[Part]) -> list[str]:
         f"{max(1, part.bytes // 1000)} kB"
         for part in parts
     ]
+
+
+_SIDE, _BYTES = 128, 2**18  # of a tile that multiplies, at most
+
+
+def side_of(numbers: int) -> int:
+    """Return the sides of a tile whose items multiply so many numbers of each of two axes.
+
+    Its operands and products stay in the cache.
+    """
+    return max(8, min(_SIDE, _BYTES // (8 * numbers)))

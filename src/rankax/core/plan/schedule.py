@@ -297,6 +297,7 @@ class Tiles(NamedTuple):
 
     forward: int | None = None
     derivative: int | None = None
+    side: int | None = None  # items along each of two levels, which multiply each other
 
 
 WHOLE_CHUNKS = Tiles()
@@ -408,9 +409,12 @@ def plan_levels(
     levels.sort(key=operator.attrgetter("reduced"))
     if chunk_size is None or math.prod(batch_shape) <= chunk_size:
         return tuple(levels)
-    tile, other = [min(chunk_size, best or chunk_size) for best in tiles]
+    tile, other = [min(chunk_size, best or chunk_size) for best in tiles[:2]]
     merged = _merged(levels, batch_shape)
-    if reduced:  # no output of an item is stored, so the same tiles serve a derivative
+    if tiles.side and len(merged) > 1 and not merged[-2].reduced:
+        side = min(tiles.side, max(1, math.isqrt(chunk_size)))
+        cut = derivative = _cut(merged, chunk_size, chunk_size, side)
+    elif reduced:  # no output of an item is stored, so the same tiles serve a derivative
         cut = derivative = _cut(merged, tile, tile)
     else:
         cut, derivative = _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other)
@@ -446,11 +450,14 @@ def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
     return merged
 
 
-def _cut(levels: Sequence[Level], chunk_size: int, tile: int) -> list[Chunks]:
-    """Fill the tile from the innermost level outwards."""
+def _cut(
+    levels: Sequence[Level], chunk_size: int, tile: int, side: int | None = None
+) -> list[Chunks]:
+    """Fill the tile from the innermost level outwards, each level up to ``side`` items."""
     cut: list[Chunks] = []
     for level in reversed(levels):
-        chunks = split_into_tiles(level.size, min(level.size, chunk_size), tile)
+        most = min(level.size, chunk_size, side or level.size)
+        chunks = split_into_tiles(level.size, most, tile)
         cut.append(chunks)
         in_tile = chunks.tile or chunks.size
         chunk_size //= in_tile

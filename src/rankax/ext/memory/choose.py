@@ -25,6 +25,8 @@ def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles)
     """Return how many items of a reduction are evaluated at once, if nothing else bounds them."""
     jaxpr, sizes = item.closed.jaxpr, tuple(level.size for level in whole.levels)
     if options.on_cpu:
+        if tiles.side and math.prod(sizes) > tiles.side**2:
+            return tiles.side**2
         tile, most = tiles.forward, options.rules.most_reduced
         return default_on_cpu(jaxpr, sizes, tile and min(tile, most or tile))
     row = math.prod(level.size for level in whole.levels if level.reduced)
