@@ -23,7 +23,7 @@ from rankax import (
 )
 from rankax.reductions import Best, BottomK, Fold, Gram, Moments, Several, TopK
 
-FEW, MANY = 2**15, 10 * 2**15  # items, in loops of more than 16 steps
+FEW, MANY = 2**15, 10 * 2**15  # items, in loops of more than 20 steps
 SIZE = 2**10  # of a chunk, which divides both
 SLACK = 2**16  # bytes; of 2**10 items, 64 bytes each
 

@@ -86,6 +86,27 @@ def test_cotangents_of_what_items_share_do_not_drift(reduce, chunk_size):
         assert error(gradient(np.float32(1)), wide(values).sum() / size) < 8
 
 
+@pytest.mark.parametrize("count", [21, 40, 41, 1003])
+def test_the_last_group_of_steps_may_be_shorter(count):
+    x = jnp.asarray(DRAW.normal(size=(3, 2 * count)), jnp.float32)
+    reduce = {"sum": "sum", "all": None, "best": "argmax", "moments": Moments()}
+
+    def rows(x, chunk_size):
+        kernel = auto_vmap(x=0, reduce=reduce, reduce_axis=-1, chunk_size=chunk_size)
+        return kernel(lambda x: dict.fromkeys(reduce, jnp.sin(x)))(x)
+
+    def loss(x, chunk_size):
+        found = rows(x, chunk_size)
+        return jnp.sum(found["sum"] ** 2) + jnp.sum(found["all"] * found["moments"].mean[:, None])
+
+    for items in (x, x[:, 1:]):  # with the second, the last chunk overlaps
+        right = rows(items, None)
+        for found in (rows(items, 2), jax.jit(jax.vmap(lambda x: rows(x, 2)))(items)):
+            assert_same(found, right, rtol=1e-4, atol=1e-5)
+        derivatives = (jax.value_and_grad(loss)(items, chunk_size) for chunk_size in (2, None))
+        assert_same(*derivatives, rtol=1e-4, atol=1e-4)
+
+
 W = jnp.array([0.3, 2.0])
 DERIVATIVES = {
     "gradient": jax.grad,

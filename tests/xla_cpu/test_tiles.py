@@ -156,13 +156,14 @@ def test_options_of_the_compiler_change_no_tile():
 
 def test_what_the_plan_shows_is_what_runs():
     kernel, x = auto_vmap(2, chunk_size=500)(distances), clouds(1000)
-    for each in (kernel, kernel.with_options(reduce="sum")):
+    groups = [10, 5]  # a loop of 10 in a loop of 5
+    for each, loops in ((kernel, [50]), (kernel.with_options(reduce="sum"), groups)):
         plan = each.plan(x)
         assert (plan.in_flight, plan.steps) == (20, 50)
-        assert steps(each, x) == [50]
+        assert steps(each, x) == loops
     assert "axis 0: 50 chunks of 20 over 1000, mapping points" in str(kernel.plan(x))
     assert steps(chunked_vmap(distances, 500), x) == [50]
-    assert steps(chunked_reduce(distances, "sum", 500), x) == [50]
+    assert steps(chunked_reduce(distances, "sum", 500), x) == groups
 
 
 @pytest.mark.parametrize("reduce", [None, "sum"])

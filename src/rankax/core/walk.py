@@ -314,8 +314,8 @@ class _Walk:
         It is not if lanes walk it, if a derivative walks other chunks or another program, or if
         items share floats of less than 32 bits (`narrowed`). Nor, of a map, if chunks overlap or
         are read by index, because a derivative would copy outputs; nor, of a reduction, if it is
-        not linear, has a mask, goes back through a few items of each row, or if tiles overlap,
-        because a derivative must not count an item twice.
+        not linear, has a mask, takes steps in groups, goes back through a few items of each row,
+        or if tiles overlap, because a derivative must not count an item twice.
         """
         consts, mapped, others = operands
         has_walker = any(spec.walker is not None for spec in self.nest.plan.levels)
@@ -330,6 +330,8 @@ class _Walk:
             stored, _ = self._stored(list(mapped))
             as_jax_does = row.is_at_once and not (loops and row.chooses_few)
             if not (row.is_linear or as_jax_does) or stored.nest != self.nest:
+                return False
+            if row.has_groups:
                 return False
         if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False

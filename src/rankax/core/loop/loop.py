@@ -72,6 +72,8 @@ from rankax.core.trace.programs import evaluate, with_axis
 
 T = TypeVar("T")
 
+_LEAST_GROUP = 4  # steps that are added as one
+
 
 # How chunks are read, written and joined.
 
@@ -303,6 +305,21 @@ class Sink(Protocol):
     def end(self, held: Any, rows: Any) -> Any:
         """Return what the loop returns."""
 
+    # Where steps are taken in groups (`_by_groups`); by default, a group goes on with the carry.
+
+    @property
+    def of_group(self) -> "Sink":
+        """The sink that takes the steps of a group."""
+        return self
+
+    def fresh(self, held: Any, slots: int) -> Any:
+        """Return the carry of the first step of a group."""
+        return held
+
+    def with_group(self, held: Any, of_group: Any) -> Any:
+        """Return the carry after a group, from the one before it and that of its last step."""
+        return of_group
+
 
 @dataclasses.dataclass(frozen=True)
 class Store(Sink):
@@ -498,6 +515,7 @@ def run_loop(
     folds_of: SinksOf,
     *,
     back: bool,
+    group: int = 0,
     below: tuple[int, ...] = (),
     index_dtype: Any = jnp.int32,
 ) -> list[Any]:
@@ -515,6 +533,8 @@ def run_loop(
         Returns what becomes of the outputs of a chunk, given their types.
     back : bool
         Whether the loop is the one that is differentiated.
+    group : int
+        How many steps the folds take at a time; 0: each. Only if nothing is differentiated.
     below, index_dtype
         As in `TileSlots`, of a level that is reduced.
     """
@@ -547,7 +567,9 @@ def run_loop(
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed)
     folds = folds_of(tree.unflatten(closed.out_avals), chunks)
-    is_stacked = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
+    pairs = zip(avals, axes, strict=True)
+    # A loop in a loop would copy the rows of its group, which takes as long as a cheap kernel.
+    is_stacked = [not group and is_stack(aval, axis, chunks) for aval, axis in pairs]
     operands = _Operands(list(closed.consts), [], [], {})
     for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
         if stacked:
@@ -579,7 +601,8 @@ def run_loop(
     is_long = level.differentiable and chunks.steps > MOST_PLAIN
     lent = [i for i, x in enumerate(operands.shared) if is_long and pays_to_lend(x, closed.jaxpr)]
     slots = TileSlots(chunks.size, below, index_dtype)
-    return _scan_chunks(chunk_at, operands, lent, level, chunks, folds, slots, is_short=is_short)
+    settings: dict[str, Any] = {"is_short": is_short, "group": group}
+    return _scan_chunks(chunk_at, operands, lent, level, chunks, folds, slots, **settings)
 
 
 def _on_chunk(
@@ -641,6 +664,7 @@ def _scan_chunks(
     slots: TileSlots,
     *,
     is_short: bool,
+    group: int,
 ) -> list[Any]:
     """Evaluate the chunks one after another, and pass their outputs to the folds.
 
@@ -650,11 +674,12 @@ def _scan_chunks(
     reports = level.observer and level.observer.reports(chunks.length, chunks.size, chunks.steps)
     if level.checkpoint:
         chunk_at = checkpointed(chunk_at)
+    takers = [fold.of_group for fold in folds] if group else folds
 
     def one_step(held: Any, start: Any, operands: _Operands) -> Any:
         ok = new_items(start, chunks) if level.reduced else None
         tile = Tile(chunk_at(start, operands), start, ok, slots, repeats=not is_short)
-        return steps_of(folds, held, tile)
+        return steps_of(takers, held, tile)
 
     if level.checkpoint and not level.linear:
         one_step = checkpointed(one_step)
@@ -675,8 +700,44 @@ def _scan_chunks(
         carried_with(begin, operands),
         {i: lend(operands.shared[i]) for i in lent},
     )
-    (end, held, _), rows = lax.scan(step, init, operands.stacked, chunks.steps)
+    if group:
+        after = _by_groups(step, init, operands, chunks.steps // group, group, folds, slots)
+    else:
+        after = lax.scan(step, init, operands.stacked, chunks.steps)
+    (end, held, _), rows = after
     outs = ends_of(folds, held, rows)
     if reports is not None:
         reports.end(end, outs)
     return outs
+
+
+def group_of(steps: int) -> int:
+    """Return how many steps a group has, each as many; 0 if there are few, or no such number.
+
+    The rest would be a loop of its own, and so a second copy of the kernel. Of a number of steps
+    that the program finds, a GPU asks the host each time.
+    """
+    sizes = range(MOST_PLAIN, _LEAST_GROUP - 1, -1)
+    return next((n for n in sizes if steps % n == 0), 0) if steps > MOST_PLAIN else 0
+
+
+def _by_groups(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    init: tuple[Any, Any, Any],
+    operands: _Operands,
+    groups: int,
+    size: int,
+    folds: Sequence[Sink],
+    slots: TileSlots,
+) -> tuple[Any, Any]:
+    """Take the steps in groups; return the carry at the end, and no rows."""
+
+    def group(carry: tuple[Any, Any, Any], _: Any) -> tuple[tuple[Any, Any, Any], Any]:
+        start, held, shared = carry
+        fresh = [fold.fresh(own, slots.count) for fold, own in zip(folds, held, strict=True)]
+        begin = start, carried_with(fresh, operands), shared
+        (start, ends, shared), rows = lax.scan(step, begin, [], size)
+        held = [fold.with_group(*own) for fold, *own in zip(folds, held, ends, strict=True)]
+        return (start, held, shared), rows
+
+    return lax.scan(group, init, [], groups)

@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from rankax.core.base.arrays import SMALL, has_tangent, is_ref
 from rankax.core.trace.programs import subprograms
 
-MOST_PLAIN = 16  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
+MOST_PLAIN = 20  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
 
 _LESS = 64  # numbers that a step computes for each of a constant
 _PRODUCTS = 16  # of a product of matrices, which take as long as one other number

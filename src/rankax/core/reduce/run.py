@@ -36,6 +36,7 @@ from rankax.core.base.trees import (
     leaves_with_names,
     subtrees_with_entries,
 )
+from rankax.core.loop.loop import group_of
 from rankax.core.loop.spec import items_at
 from rankax.core.plan.schedule import Level
 from rankax.core.protocols import Rules
@@ -290,6 +291,12 @@ class RowReduction:
     def is_linear(self) -> bool:
         """Whether the pass that is evaluated can be differentiated as it is."""
         return not self._is_masked and all(entry.is_linear for entry in self.reductions.entries)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the pass that is evaluated may take steps in groups (`Row`)."""
+        loops = [level for level in self.levels if level.is_loop]
+        return bool(loops) and group_of(loops[-1].chunks.steps) > 0
 
     @property
     def is_at_once(self) -> bool:
