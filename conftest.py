@@ -2,7 +2,6 @@
 """Settings of the test session: strict JAX, how it compiles, and the Hypothesis budgets."""
 
 import gc
-import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -126,8 +125,7 @@ def pytest_collection_finish():
 def _caches():
     """Choose tiles as if each core had a cache of 1 MiB, whatever this machine has."""
     with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("rankax.ext.xla_cpu"):  # which `tox -e without` deletes
-            patch.setattr("rankax.ext.xla_cpu.rules._cache_bytes", lambda: 2**20)
+        patch.setattr("rankax.ext.xla_cpu.rules._cache_bytes", lambda: 2**20)
         yield
 
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import pytest
 
 import rankax
-from rankax._options import DEFAULTS
+from rankax._options import Options
 from rankax.core.base.cache import switch
+from rankax.core.plan.schedule import Chunks
 
 MODULES = {"plans", "reductions"}
 
@@ -115,7 +116,9 @@ def test_help_shows_the_options_of_auto_vmap():
     assert "".join(f"auto_vmap{shown}".split()) in "".join(page.split())
     # It is what a type checker knows; the defaults are those of a call.
     options = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    expected = {"ranks": None, **DEFAULTS, "xla_cpu": True}  # without RANKAX_XLA_CPU=0
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+    expected = {"ranks": None, **defaults, "xla_cpu": True}  # without RANKAX_XLA_CPU=0
+    del expected["target"]
     assert {p.name: p.default for p in options} == expected
 
 
@@ -125,9 +128,10 @@ def test_a_plan_is_made_once_and_executed():
     x = jnp.ones((5, 3))
     (level,) = kernel.plan(x).levels
     assert kernel.plan(x + 1).levels[0] is level
-    object.__setattr__(level, "tile", 1)
+    chunks = level.chunks
+    object.__setattr__(level, "chunks", Chunks(length=5, size=1, steps=5))
     try:
         assert "length=5" in str(jax.make_jaxpr(kernel)(x))
         assert kernel(x).shape == (5,)
     finally:
-        object.__setattr__(level, "tile", 2)
+        object.__setattr__(level, "chunks", chunks)

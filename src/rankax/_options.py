@@ -27,7 +27,7 @@ from rankax.core.reduce.run import Reductions
 from rankax.ext.devices.place import checked_devices
 from rankax.ext.lengths import checked_bucket
 from rankax.ext.memory.budget import checked_limit
-from rankax.ext.progress import checked_progress
+from rankax.ext.progress import ProgressOption, checked_progress
 from rankax.ext.reductions.read import checked_where, read_reductions
 from rankax.ext.xla_cpu import rules
 
@@ -246,7 +246,7 @@ class Scoped(TypedDict, total=False):
     chunk_size: int | Literal["auto"] | None
     memory_limit: int | str | None
     checkpoint: bool | None
-    progress: bool | str | Callable[[int, int], object]
+    progress: ProgressOption
     devices: int | str | Sequence[Any] | PartitionSpec | None
     lockstep: bool
     cpu_math: bool

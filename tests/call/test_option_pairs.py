@@ -13,7 +13,7 @@ from jax import lax
 
 from helpers import assert_same, refusal, slow, weekly
 from rankax import Mask, Ragged, SplitKey, auto_vmap
-from rankax._options import DEFAULTS
+from rankax._options import NAMES
 from rankax.reductions import Moments, MomentsResult, TopK, TopKResult
 
 DRAW = np.random.default_rng(3).normal
@@ -181,4 +181,4 @@ def test_options_together(tmp_path, names):
 
 
 def test_every_option_is_paired():
-    assert DEFAULTS.keys() <= {name for given in OPTIONS.values() for name in given}
+    assert {*NAMES} <= {name for given in OPTIONS.values() for name in given}

@@ -197,6 +197,34 @@ def test_progress_counts_all_parts(mesh):
         assert (heard[0], heard[-1]) == ((0, N), (N, N))
 
 
+class StepLog:
+    def __init__(self):
+        self.asked, self.told = [], []
+
+    def of_parts(self, count):
+        self.asked.append(count)
+        return self
+
+    def reports(self, length, size, steps):
+        self.asked.append((length, size, steps))
+        return self
+
+    def step(self, done):
+        jax.debug.callback(lambda done: self.told.append(int(done)), done)
+
+    def end(self, done, outputs): ...
+
+
+@on("Auto")
+def test_each_device_tells_an_observer(mesh):
+    log = StepLog()
+    kernel = auto_vmap(x=1, w=2, chunk_size=6, progress=log, jit=True, **given(mesh))(scalar)
+    kernel(put(mesh, X, "d"), put(mesh, W))
+    parts, (length, size, steps) = log.asked
+    assert (parts * length, size) == (N, 6)
+    assert sorted(log.told) == sorted(parts * [min(6 * i, length - 6) for i in range(steps)])
+
+
 @on("Auto")
 def test_shard_map_checks_what_varies(mesh):
     def halved(x, w):  # an item that ends by itself, and counts

@@ -14,7 +14,14 @@ import pytest
 
 import rankax
 from helpers import assert_same, primitives, slow
-from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
+from rankax import (
+    auto_vmap,
+    checkpoint_chunked_scan,
+    chunked_jacrev,
+    chunked_reduce,
+    chunked_vmap,
+    sliced_scan,
+)
 from rankax.ext import progress as host
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # a program to compare with reports as well
@@ -28,6 +35,11 @@ EACH = [(done, 10) for done in range(11)]
 
 def project(v, w):
     return jnp.sin(v) @ w
+
+
+@auto_vmap(1, 1, chunk_size=4, lockstep=False)
+def in_lanes(v, w):
+    return jax.lax.while_loop(lambda s: s < 9, lambda s: 2 * s, 1 + v @ w)
 
 
 def decay(carry, x):
@@ -245,6 +257,84 @@ def test_a_scope_sets_it(heard):
         assert heard.now() == []
 
 
+# An observer of one's own.
+
+
+class StepLog:
+    """An observer that keeps what it was asked, and what its programs told."""
+
+    def __init__(self):
+        self.asked, self.told = [], []
+
+    def of_parts(self, count):
+        self.asked.append(count)
+        return self
+
+    def reports(self, length, size, steps):
+        self.asked.append((length, size, steps))
+        return self
+
+    def step(self, done):
+        jax.debug.callback(lambda done: self.told.append(int(done)), done)
+
+    def end(self, done, outputs):
+        leaf = jax.tree.leaves(outputs)[0]
+        jax.debug.callback(lambda _: self.told.append("end"), leaf)
+
+    def now(self):
+        """Return what was told since the last time; a call has waited for it."""
+        told, self.told = self.told, []
+        return sorted(told, key=str)
+
+
+STEPS = [0, 4, 6, "end"]  # of chunks of 4 of ten items, of which the last one begins earlier
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"reduce": "sum"}], ids=str)
+def test_an_observer_is_told_of_each_step(options):
+    log = StepLog()
+    kernel = auto_vmap(1, 1, chunk_size=4, progress=log, **options)(project)
+    want = kernel.with_options(progress=False)(X, W)
+    for _ in range(2):
+        assert_same(kernel(X, W), want)
+        assert log.now() == STEPS
+    assert log.asked == [1, (10, 4, 3)]  # the second call found the program of the first one
+    kernel.with_options(chunk_size=None)(X, W)
+    assert log.now() == []
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (lambda log: chunked_vmap(project, 4, (0, None), progress=log)(X, W), STEPS),
+        (lambda log: chunked_reduce(project, "sum", 4, (0, None), progress=log)(X, W), STEPS),
+        (lambda log: chunked_jacrev(lambda w: X @ w, chunk_size=4, progress=log)(W), STEPS),
+        (lambda log: sliced_scan(decay, 0.3, RATES, progress=log), [*range(10), "end"]),
+        (
+            lambda log: in_lanes.with_options(progress=log)(X, W),
+            [0, 10, 4, 8, "end"],
+        ),  # of items that have ended
+    ],
+    ids=["a map", "a reduction", "a Jacobian", "a scan", "lanes"],
+)
+def test_an_observer_of_other_loops(run, told):
+    log = StepLog()
+    run(log)
+    assert log.now() == told
+
+
+def test_observers_are_told_apart_and_an_outer_one_comes_first():
+    first, second, inner = StepLog(), StepLog(), StepLog()
+    kernel = auto_vmap(1, 1, chunk_size=4)(project)
+    for log in (first, second):
+        with rankax.options(progress=log):
+            kernel(X, W)
+    assert first.now() == second.now() == STEPS
+    nested = auto_vmap(2, 1, chunk_size=4, progress=first)(kernel.with_options(progress=inner))
+    nested(jnp.stack([X] * 10), W)
+    assert (first.now(), inner.now(), inner.asked) == (STEPS, [], [])
+
+
 # Bars.
 
 
@@ -320,7 +410,18 @@ class Unhashable:
     def __call__(self, done, total): ...
 
 
-MUST = "progress must be True, False, a label, or a function of (done, total)"
+MUST = (
+    "progress must be True, False, a label, a function of (done, total), or an observer with the "
+    "methods of_parts and reports"
+)
+
+
+class Deaf:
+    of_parts = StepLog.of_parts
+
+
+class UnhashableLog(StepLog):
+    __hash__ = None
 
 
 @pytest.mark.parametrize(
@@ -329,6 +430,9 @@ MUST = "progress must be True, False, a label, or a function of (done, total)"
         (None, f"{MUST}, got NoneType None"),
         (decay.__get__(0), f"{MUST}, but decay(x) cannot be called with two numbers"),
         (Unhashable(), "progress must be hashable because it is part of the key of a compiled"),
+        (UnhashableLog(), "progress must be hashable because it is part of the key of a compiled"),
+        (Deaf(), f"{MUST}, got Deaf <"),
+        (StepLog, f"{MUST}, but StepLog() cannot be called with two numbers"),
         ("", "progress must not be an empty label; True shows the name"),
     ],
 )

@@ -25,6 +25,7 @@ import stream_child
 from helpers import assert_same, refusal, slow, weekly
 from rankax import SplitKey, auto_vmap
 from rankax.ext.blocks.programs import CONFIG
+from rankax.ext.progress import Progress
 from rankax.reductions import Fold
 from rankax.stream import _job, _run
 from rankax.stream._stages import STATES
@@ -405,6 +406,9 @@ def test_what_cannot_be_streamed_is_refused(out):
 
     assert "run(ndarray): kernel must be decorated with rankax.auto_vmap" in said(X, near)
     assert "on_nan must be 'keep' or 'raise', got 'stop'" in said(near, X, Y, on_nan="stop")
+    observer = Progress("pull")
+    words = "an observer is told of the steps of a loop, got Progress"
+    assert words in said(near, X, Y, progress=observer)
     assert "must not be None; it sets the size of blocks" in said(near, X, Y, memory_limit=None)
     strings = auto_vmap(x=1)(doubled), "stars.npy"
     assert "no argument with a rank is an array with axes; x is str" in said(*strings)

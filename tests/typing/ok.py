@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Calls that a type checker accepts: a decorated kernel has the kernel's parameters and result."""
 
-from typing import Any, assert_type
+from typing import Any, Self, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,18 @@ assert_type(energy.plan(2.0, X).levels, tuple[Level, ...])
 batch_shape: tuple[int, ...] = energy.plan(2.0, X).batch_shape
 steps: int = energy.plan(2.0, X).steps
 program: Any = norm.lower(X).compile()
+
+
+class StepLog:
+    def of_parts(self, count: int) -> Self:
+        return self
+
+    def reports(self, length: int, size: int, steps: int) -> Self:
+        return self
+
+
+watched: Any = chunked_vmap(plain, 3, (0, None), progress=StepLog())(X, 2)
+assert_type(energy.with_options(progress=StepLog())(2.0, X), tuple[jax.Array, str])
 assert_type(energy.with_options(chunk_size=3, memory_limit="1 GB")(2.0, X), tuple[jax.Array, str])
 again: Any = norm.with_options(reduce="sum", reduce_axis=(0,)).lower(X)
 parts = Several(Sum(where="ok"), "argmin", where=1), Several(least="min", best=BottomK(3, where=1))

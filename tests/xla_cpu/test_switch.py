@@ -109,7 +109,7 @@ def test_each_way_to_say_so():
 
 
 def test_the_environment_sets_the_default():
-    program = "from rankax.core.options import Options; print(type(Options().rules).__name__)"
+    program = "from rankax._options import Options; print(type(Options().rules).__name__)"
     command, env = [sys.executable, "-c", program], os.environ | {"RANKAX_XLA_CPU": "off"}
     assert subprocess.check_output(command, env=env, text=True) == "Rules\n"
 
@@ -131,7 +131,7 @@ def test_jax_0_11_1_has_no_tiles(monkeypatch):
 )
 def test_each_jax_has_tiles_and_a_new_one_loses_no_rule(version, is_tuned):
     program = (
-        "import jax; jax.__version_info__ = {}; from rankax.core.options import Options; "
+        "import jax; jax.__version_info__ = {}; from rankax._options import Options; "
         "from rankax.ext.xla_cpu.library import IS_TUNED; "
         "print(type(Options(xla_cpu=True).rules).__name__, IS_TUNED)"
     )

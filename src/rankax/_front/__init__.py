@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Front ends: the functions that users call. Each binds its arguments and calls `core.call.run`."""
+"""Front ends, which users call: each binds its arguments, and `rankax.pipeline` evaluates."""

@@ -18,6 +18,7 @@ from rankax.core.base.messages import (
     check_callable,
     function_name,
 )
+from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import read_reductions
 from rankax.pipeline import evaluate
 
@@ -32,7 +33,7 @@ def chunked_vmap(
     axis_size: int | None = None,
     checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] | None = None,
+    progress: ProgressOption | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool | None = None,
     batched: bool = False,
@@ -74,7 +75,7 @@ def chunked_vmap(
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
         bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.
-    progress : bool, str or callable, optional
+    progress : bool, str, callable or observer, optional
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. A single chunk shows nothing.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional
@@ -181,7 +182,7 @@ def chunked_reduce(
     axis_size: int | None = None,
     checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] | None = None,
+    progress: ProgressOption | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool | None = None,
     batched: bool = False,
@@ -221,7 +222,7 @@ def chunked_reduce(
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
         bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.
-    progress : bool, str or callable, optional
+    progress : bool, str, callable or observer, optional
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. The gradient of some reductions makes two forward passes.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional

@@ -53,6 +53,7 @@ from rankax.ext.blocks.call import call_on_blocks
 from rankax.ext.check import check, nonfinite
 from rankax.ext.explain.call import plan_kernel
 from rankax.ext.jit import compiled_parts, evaluate_compiled, lowered
+from rankax.ext.progress import ProgressOption
 from rankax.ext.ragged.results import call_ragged, plan_ragged
 from rankax.ext.tune import tune
 from rankax.pipeline import evaluate
@@ -349,7 +350,7 @@ def auto_vmap(
     checkpoint: bool | None = None,
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: ProgressOption = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool = True,
     bucket: bool | Sequence[int] = False,
@@ -450,9 +451,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         Which devices share the batch: ``"all"`` local devices, the first n, a list, or mesh axes.
         None: as the arrays are sharded. ``False``: do not divide the batch. ``chunk_size`` and
         ``memory_limit`` count per device. See :doc:`/howto/devices`.
-    progress : bool, str or callable, default False
+    progress : bool, str, callable or observer, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, in items. See
-        :ref:`progress`.
+        :ref:`progress`. An observer is told of each step: see :ref:`observer`.
 
     Items
     -----

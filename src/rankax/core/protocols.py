@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.extend.core import Jaxpr
@@ -100,6 +100,7 @@ class Walker(Protocol):
         """Fold a row of items (`core/reduce/row.py`)."""
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Who is told of the steps of the outermost loop of a call; hashable."""
 
@@ -107,7 +108,11 @@ class Observer(Protocol):
         """Return who is told if so many loops run at the same time."""
 
     def reports(self, length: int, size: int, steps: int) -> Any:
-        """Return the reports of a loop: ``step(done)`` and ``end(done, outputs)``."""
+        """Return the reports of a loop over ``length`` items, ``size`` in each of its steps.
+
+        Their ``step(done)`` is traced in a step, before which ``done`` items are done. Their
+        ``end(done, outputs)`` is traced after the last one, with what the loop returned.
+        """
 
 
 class Form:

@@ -226,7 +226,7 @@ _batch = primitive_of_program("rankax_batch", _program_of, _batching_rule, _type
 
 @dataclasses.dataclass(frozen=True)
 class Batched(Form):
-    """A kernel that takes a batch itself (`core/hooks.py`, `Form`)."""
+    """A kernel that takes a batch itself (`core/protocols.py`, `Form`)."""
 
     lengths: tuple[int, ...] = ()  # of the chunks that it is called with, in ascending order
 

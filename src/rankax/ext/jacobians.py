@@ -27,6 +27,7 @@ from rankax.core.base.messages import argument_names, function_name, listed, not
 from rankax.core.base.trees import leaves_with_names, type_name
 from rankax.core.reduce.protocol import EachLeaf, Reduction
 from rankax.core.reduce.row import fill
+from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import read_reductions
 from rankax.ext.reductions.sums import Gram, WeightedGram
 from rankax.ext.wide import evaluate_wide
@@ -246,7 +247,7 @@ def chunked_jacfwd(
     reduce: Any = None,
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] | None = None,
+    progress: ProgressOption | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Jacobian of ``fun`` column by column, with few of them in flight.
@@ -289,7 +290,7 @@ def chunked_jacfwd(
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit,
         including the temporaries of a derivative. See `auto_vmap`.
-    progress : bool, str or callable, default False
+    progress : bool, str, callable or observer, default False
         Show a bar of the basis vectors, as in `auto_vmap`.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the basis vectors, as in `chunked_vmap`.
@@ -351,7 +352,7 @@ def chunked_jacrev(
     reduce: Any = None,
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] | None = None,
+    progress: ProgressOption | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Jacobian of ``fun`` row by row, with few of them in flight.
@@ -423,7 +424,7 @@ def chunked_hessian(
     reduce: Any = None,
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
-    progress: bool | str | Callable[[int, int], object] | None = None,
+    progress: ProgressOption | None = None,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Hessian of ``fun`` column by column, with few of them in flight.

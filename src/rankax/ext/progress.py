@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT
 """``progress=``: a loop reports how many of its items are done, and a bar or a function shows it.
 
+An observer that the caller passes takes the place of `Progress`, of its reports and its display.
+
 A loop reports before each step, or every few steps, and after the last one. The number is the index
 at which the chunk starts, which the loop carries, times the number of devices that the batch is cut
-over (set by `core/call/run.py`). The total is the length of the loop times that number. Lanes count
+over (`rankax.pipeline`). The total is the length of the loop times that number. Lanes count
 the items that have ended instead (`ext/lanes/call.py`). Only the outermost loop reports.
 
 Only data dependencies order the reports, and the final count does not depend on the loop's work. So
@@ -42,8 +44,10 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from rankax.core.base.arrays import is_staged
+from rankax.core.protocols import Observer
 
 Target = str | Callable[[int, int], object]
+ProgressOption = bool | Target | Observer
 
 _SECONDS = 0.1  # between two updates of a display
 # Of one loop. A debug callback costs 0.2 to 0.7 ms on a CPU whose caches hold a chunk's data, up to
@@ -52,7 +56,7 @@ _SECONDS = 0.1  # between two updates of a display
 _MOST_REPORTS = 50
 
 
-def checked_progress(value: Any, site: str) -> bool | Target:
+def checked_progress(value: Any, site: str) -> ProgressOption:
     """Check the option ``progress=``. A bar needs tqdm."""
     if value is False:
         return value
@@ -65,8 +69,11 @@ def checked_progress(value: Any, site: str) -> bool | Target:
                 "pip install tqdm, or give a function of (done, total)"
             )
         return value
-    expected = "True, False, a label, or a function of (done, total)"
-    if not callable(value):
+    expected = (
+        "True, False, a label, a function of (done, total), or an observer with the methods "
+        "of_parts and reports"
+    )
+    if not callable(value) and not _is_observer(value):
         raise TypeError(
             f"{site}: progress must be {expected}, got {type(value).__name__} {value!r}"
         )
@@ -78,6 +85,8 @@ def checked_progress(value: Any, site: str) -> bool | Target:
             f"{site}: progress must be hashable because it is part of the key of a compiled "
             f"program, but {name} is not"
         ) from None
+    if _is_observer(value):
+        return value
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(value)
         try:
@@ -88,6 +97,10 @@ def checked_progress(value: Any, site: str) -> bool | Target:
                 "two numbers"
             ) from None
     return value
+
+
+def _is_observer(value: Any) -> bool:
+    return isinstance(value, Observer) and not isinstance(value, type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +141,8 @@ _has_progress = ContextVar("rankax_has_progress", default=False)
 
 
 @contextlib.contextmanager
-def progress_of_call(option: bool | Target, name: str) -> Generator[Progress | None]:
-    """Enter a call of ``name``; yield its progress, or None if it is off or an outer call has one.
+def progress_of_call(option: ProgressOption, name: str) -> Generator[Any]:
+    """Enter a call of ``name``; yield its observer, or None if it is off or an outer call has one.
 
     Only the outermost loop reports: the calls that a kernel makes in turn do not.
     """
@@ -138,25 +151,28 @@ def progress_of_call(option: bool | Target, name: str) -> Generator[Progress | N
         return
     token = _has_progress.set(True)
     try:
-        with wait_for_reports(option, name) as progress:
-            yield progress
+        with wait_for_reports(option, name) as observer:
+            yield observer
     finally:
         _has_progress.reset(token)
 
 
 @contextlib.contextmanager
-def wait_for_reports(option: bool | Target, name: str) -> Generator[Progress | None]:
+def wait_for_reports(option: ProgressOption, name: str) -> Generator[Any]:
     """Wait for the last report of an eager call; if the call fails, close its bar."""
     if option is False:
         yield None
         return
-    target = name if isinstance(option, bool) else option
+    observer = option
+    if not isinstance(option, Observer):
+        observer = Progress(name if isinstance(option, bool) else option)
     try:
-        yield Progress(target)
+        yield observer
         if not is_staged():
             jax.effects_barrier()
     except BaseException:
-        _close(target)
+        if isinstance(observer, Progress):
+            _close(observer.target)
         raise
 
 

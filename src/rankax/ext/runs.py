@@ -26,7 +26,7 @@ def reduce_row(
 ) -> list[Any]:
     """Reduce the outputs of an item, as `trace_reduced` returns it, over levels without loops.
 
-    This has its derivative; `rankax.core.call.nest` has one for a whole call.
+    This has its derivative; `rankax.core.walk` has one for a whole call.
     """
     # Without the constants, which may be tracers: from JAX 0.12 on, a jaxpr holds them.
     jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))

@@ -20,6 +20,7 @@ import zarr
 from filelock import Timeout
 
 from rankax.core.base.messages import check_bool, first_of
+from rankax.core.protocols import Observer
 from rankax.ext.blocks.programs import unpacked
 from rankax.ext.progress import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Job, prepared
@@ -135,7 +136,12 @@ def run(
     """
     site = f"rankax.stream.run({getattr(kernel, '__name__', type(kernel).__name__)})"
     check_bool(resume, site, "resume")
-    progress = checked_progress(progress, site)
+    shows = checked_progress(progress, site)
+    if isinstance(shows, Observer):
+        raise TypeError(
+            f"{site}: progress must be True, False, a label, or a function of (done, total); an "
+            f"observer is told of the steps of a loop, got {type(shows).__name__} {shows!r}"
+        )
     if on_nan not in ("keep", "raise"):
         raise ValueError(f"{site}: on_nan must be 'keep' or 'raise', got {on_nan!r}")
     if re.match(r"[a-zA-Z][\w+.-]+:/", text := os.fspath(out)):
@@ -153,7 +159,7 @@ def run(
         raise FileExistsError(f"{site}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, site, found, name.strip("/"))
     try:
-        with opened(path, job.record, job.stages), progress_of_call(progress, job.name) as shown:
+        with opened(path, job.record, job.stages), progress_of_call(shows, job.name) as shown:
             _run(job, shown, site if on_nan == "raise" else None)
     except Timeout:
         raise BlockingIOError(

@@ -6,7 +6,7 @@ a function that the kernel uses has changed. Tracing is cheap, but JAX compiles 
 new trace, because its caches identify programs by object. A key made of the kernel and its shapes
 would be stale as soon as a global changes. So the program of a whole call is looked up
 (`kept_program`) by the `fingerprint` of the traced program of one item, and by the key of the call:
-its plan without chunks, its options, its parts and so on (`_run` of `core/call/run.py`). Arrays
+its plan without chunks, its options, its parts and so on (`_walked` of `rankax.pipeline`). Arrays
 that the kernel closes over are inputs of that program: they may change, and are not kept alive.
 
 The scans of `ext/scan` keep their programs here, too. ``jit=True`` (`ext/jit.py`) and blocks

@@ -38,10 +38,10 @@ Most reductions work on each leaf by itself (`EachLeaf`): they define `function`
 `is_linear`, a `differentiable_leaf` of their own, or `folds_constants` if the result has no
 derivative. The code of a new reduction is in `ext/reductions`: `sums.py` or `winners.py` defines
 it, and its accumulator unless one of `accumulators.py` there, or of `row.py` or `extrema.py` here,
-fits; `__init__.py` names it; and `rankax.reductions` exports it. Gradients, sharded batches and
-blocks need no more. A name is also listed under `reduce` in the docstrings of `auto_vmap` and
-`chunked_reduce`, in ``docs/howto/reduce.md`` and ``docs/reference/reductions.md``, and in
-`named_reductions` of ``tests/helpers.py``.
+fits; `read.py` lists those with a name; and `rankax.reductions` exports it. Gradients, sharded
+batches and blocks need no more. A name is also listed under `reduce` in the docstrings of
+`auto_vmap` and `chunked_reduce`, in ``docs/howto/reduce.md`` and ``docs/reference/reductions.md``,
+and in `named_reductions` of ``tests/helpers.py``.
 """
 
 import copy

@@ -29,7 +29,7 @@ from rankax.ext.scan.while_loop import has_plain_loop, with_reverse_pass
 
 @dataclasses.dataclass(frozen=True)
 class LaneWalker:
-    """Lanes that walk the items of all levels (`core/hooks.py`, `Walker`)."""
+    """Lanes that walk the items of all levels (`core/protocols.py`, `Walker`)."""
 
     count: int
     rounds: int  # between two conditions, see `engine.py`

@@ -11,6 +11,7 @@ from rankax.core.plan.schedule import split_into_chunks
 from rankax.core.trace.programs import ItemProgram
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import fit_once, free_bytes, gradient_bytes
+from rankax.ext.progress import ProgressOption
 from rankax.ext.scan.loops import Loop, Schedule, Step, chunk_sizes, run_scan, scan_call
 
 _MOST_LEVELS = 3  # of checkpoints that a memory limit may choose
@@ -31,7 +32,7 @@ def checkpoint_chunked_scan(
     chunk_size: int | Sequence[int] | Literal["sqrt"] | None = None,
     memory_limit: int | str | None = None,
     policy: Callable[..., bool] | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: ProgressOption = False,
 ) -> tuple[Carry, Y]:
     r"""Scan, and let the reverse pass store one carry per chunk instead of every step.
 
@@ -59,7 +60,7 @@ def checkpoint_chunked_scan(
     policy : callable, optional
         What a chunk may store nevertheless, as in `jax.checkpoint` (see `jax.checkpoint_policies`).
         Default: nothing.
-    progress : bool, str or callable, default False
+    progress : bool, str, callable or observer, default False
         Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
         as in `auto_vmap`. Counting takes at least a quarter of a microsecond per step. Ignored
         under `jax.disable_jit`.

@@ -16,6 +16,7 @@ from rankax.core.base.messages import check_bool, function_location
 from rankax.core.loop.loop import widen, write_chunk
 from rankax.core.plan.schedule import Chunks, Level
 from rankax.core.reduce.run import Reductions, trace_reduced
+from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import read_reductions
 from rankax.ext.runs import RunStates, reduce_row
 from rankax.ext.scan.checkpointed import scan_checkpointed
@@ -40,7 +41,7 @@ def sliced_scan(
     save_at: Sequence[int] | np.ndarray | jax.Array | None = None,
     reduce: Any = None,
     checkpoint: bool = False,
-    progress: bool | str | Callable[[int, int], object] = False,
+    progress: ProgressOption = False,
 ) -> tuple[Carry, Y]:
     r"""Scan, and keep only the outputs ``ys[start:stop:step]``, or ``ys[save_at]``.
 
@@ -98,7 +99,7 @@ def sliced_scan(
         Let the reverse pass store one carry per kept step, and recompute the stretch from one to
         the next. With ``reduce``, or steps that do not form a range: recompute the same number of
         stretches, all of one length.
-    progress : bool, str or callable, default False
+    progress : bool, str, callable or observer, default False
         Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
         as in `auto_vmap`. Counting takes at least a quarter of a microsecond per step. Ignored
         under `jax.disable_jit`.

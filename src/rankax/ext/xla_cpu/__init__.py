@@ -3,7 +3,7 @@
 
 No rule changes an operation or its operands: the same primitives, in other tiles, with copies and
 barriers between them. All were measured with JAX 0.12; before, only those for tiles and extremes
-hold. A call asks for a rule through a method of `Rules` (`core/hooks.py`), whose answer without
+hold. A call asks for a rule through a method of `Rules` (`core/protocols.py`), whose answer without
 rules leaves the program alone; `XlaCpu` overrides it.
 
 A rule stays if a kernel that it was not made for gains a tenth, if it fits a paragraph, and if a
