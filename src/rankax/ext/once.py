@@ -60,7 +60,7 @@ class Part(NamedTuple):
     bytes: int  # what they take
 
 
-class Split(NamedTuple):
+class Apart(NamedTuple):
     """A call in parts."""
 
     parts: tuple[Part, ...]
@@ -78,7 +78,7 @@ def is_possible(plan: Plan, item: ItemProgram) -> bool:
 def pieces(
     jaxpr: Jaxpr, plan: Plan, chosen: Sequence[Axes] | None = None
 ) -> tuple[list[Piece], Piece]:
-    """Split the program of an item into parts, which are dear or ``chosen``, and the rest."""
+    """Apart the program of an item into parts, which are dear or ``chosen``, and the rest."""
     every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
     on = _axes(jaxpr, plan)
     groups: dict[Axes, list[Any]] = {}
@@ -174,7 +174,7 @@ def _piece(axes: Axes, eqns: Sequence[Any], makes: Sequence[Any]) -> Piece:
     return Piece(axes, kept[::-1], list(reads), list(makes))
 
 
-def split(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -> Split | None:
+def split(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -> Apart | None:
     """Take the parts out of an item that are worth it, or those ``chosen`` before.
 
     Programs that agree equation by equation, as those of a kernel with its rules of derivatives and
@@ -209,7 +209,7 @@ def split(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -
     plan = dataclasses.replace(plan, leaves=(*(leaf_of[v] for v in reads), *shapes)).cut(None)
     numbers = jaxpr.invars[len(jaxpr.invars) - len(plan.splits) :] if plan.splits else []
     closed = _program(item, rest, [*reads, *numbers]).closed
-    return Split(tuple(parts), plan, dataclasses.replace(item, closed=closed))
+    return Apart(tuple(parts), plan, dataclasses.replace(item, closed=closed))
 
 
 def evaluated(
