@@ -154,7 +154,7 @@ def fit(own: Traced) -> Fitted:
     if options.hoist and tiles.forward and (numbers := once.multiplies(item.closed.jaxpr, whole)):
         tiles = tiles._replace(side=once.side_of(numbers))
 
-    def plan_of(chunk_size: int | str | None) -> Plan:
+    def plan_of(chunk_size: Any, /) -> Plan:
         sized = options.replace(chunk_size=chunk_size)
         return own.whole.cut(*sizes_of(sized, tiles)) if own.parts else part.plan(sized, tiles)
 

@@ -104,7 +104,7 @@ def pieces(
         makes = [v for eqn in mine if of[id(eqn)] for v in eqn.outvars if v in needed]
         piece = _piece(own, mine, makes)
         if chosen is None:
-            work, numbers = _work(jaxpr, piece.eqns), sum(v.aval.size for v in makes)
+            work, numbers = _work(jaxpr, piece.eqns), sum(map(_size, makes))
             if work < max(_LEAST_PER_NUMBER * numbers, _LEAST_SHARE * total):
                 continue
         found.append(piece)
@@ -124,7 +124,7 @@ def multiplies(jaxpr: Jaxpr, plan: Plan) -> int:
         own = [frozenset() if isinstance(v, Literal) else on[v] for v in eqn.invars]
         on |= dict.fromkeys(eqn.outvars, frozenset[int]().union(*own))
         if eqn.primitive.name == "dot_general" and all(own) and not own[0] & own[1]:
-            most = max(most, *(v.aval.size for v in eqn.invars))
+            most = max(most, *map(_size, eqn.invars))
     return most
 
 
@@ -136,6 +136,10 @@ def _axes(jaxpr: Jaxpr, plan: Plan) -> dict[Any, Axes]:
     for v, axes in zip(jaxpr.invars, plan.batch_axes, strict=False):
         on[v] = frozenset(axis for axis in every if axes[axis] is not None)
     return on
+
+
+def _size(variable: Any) -> int:
+    return variable.aval.size
 
 
 def _may_move(eqn: Any) -> bool:
