@@ -195,13 +195,18 @@ def checked_options(values: Mapping[str, Any], site: str) -> dict[str, Any]:
     return checked
 
 
-def check_together(options: Options, site: str) -> None:
-    """Refuse options that exclude each other, and those that do nothing without another one."""
+def check_batched(options: Options, site: str) -> None:
+    """Refuse items that end by themselves inside a function that takes a batch itself."""
     if options.batched and not options.lockstep:
         raise TypeError(
             f"{site}: lockstep=False lets each item end by itself, but with batched=True the "
             "function takes a whole chunk; leave out one of them"
         )
+
+
+def check_together(options: Options, site: str) -> None:
+    """Refuse options that exclude each other, and those that do nothing without another one."""
+    check_batched(options, site)
     for name in ("reduce_axis", "where"):
         if (value := getattr(options, name)) is not None and options.reduce is None:
             raise TypeError(

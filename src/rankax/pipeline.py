@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rankax._options import AUTO, Options
+from rankax._options import AUTO, Options, check_batched
 from rankax.call.base import Call, sizes_of
 from rankax.core.base.arrays import inside_call, is_spread, on_mesh
 from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
@@ -50,7 +50,7 @@ from rankax.ext.progress import progress_of_call
 
 def evaluate(call: Call, options: Options, place: Placement | None = None) -> Any:
     """Evaluate a call; pass its place if it is known already."""
-    options = options.at(call.leaves)
+    options = options_of(call, options)
     with on_mesh(call.leaves), inside_call(options.target):
         place = place_of(call, options) if place is None else place
         call = prepared(call, options, place)
@@ -58,6 +58,12 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
             return call.in_one_piece(plan)
         with observed(options, call.name) as observer:
             return _walked(traced(call, options, place), observer)
+
+
+def options_of(call: Call, options: Options) -> Options:
+    """Return the options of a call, which know where it runs and what its kernel takes."""
+    options = options.at(call.leaves)
+    return options.replace(batched=True) if call.form and not options.batched else options
 
 
 def place_of(call: Call, options: Options) -> Placement:
@@ -71,6 +77,7 @@ def prepared(call: Call, options: Options, place: Placement) -> Call:
     """Return the call to plan; a kernel that takes a batch is told how long its chunks are."""
     if not options.batched:
         return call
+    check_batched(options, call.site)  # a scope may have changed them
     call = dataclasses.replace(call, form=Batched())
     whole = call.plan_whole(options)
     is_chosen = options.memory_limit is not None or options.chunk_size == AUTO

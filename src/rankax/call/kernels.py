@@ -47,6 +47,7 @@ from rankax.core.plan.schedule import (
     leaf_plan,
     plan_ranks,
 )
+from rankax.ext.batched import Batched
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
 from rankax.ext.ragged.type import Ragged, refusal_of_ragged
 
@@ -502,8 +503,9 @@ def _bound(
                 "for each.)"
             )
     site, paths = f"{kernel.name}()", structure.paths
+    form = Batched() if kernel.preset.batched else None
     return KernelCall(
-        kernel.fun, kernel.name, site, leaves, paths, kernel, arguments, shell, structure
+        kernel.fun, kernel.name, site, leaves, paths, kernel, arguments, shell, structure, form=form
     )
 
 

@@ -15,7 +15,16 @@ from rankax.ext import cpu_math, once
 from rankax.ext.bucket import fill_up
 from rankax.ext.explain.plan import BatchPlan, shown
 from rankax.ext.memory import choose as memory
-from rankax.pipeline import Traced, by_hand, fit_apart, observed, place_of, prepared, traced
+from rankax.pipeline import (
+    Traced,
+    by_hand,
+    fit_apart,
+    observed,
+    options_of,
+    place_of,
+    prepared,
+    traced,
+)
 
 
 def plan_kernel(call: KernelCall) -> BatchPlan:
@@ -31,7 +40,7 @@ def plan_of(bound: KernelCall, options: Options) -> BatchPlan:
     # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
     shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
     found: list[BatchPlan] = []
-    options = options.at(bound.leaves)
+    options = options_of(bound, options)
     with on_mesh(bound.leaves), inside_call(options.target):
         place = place_of(bound, options)
         if not shapes:
