@@ -58,7 +58,7 @@ from rankax.ext.ragged.results import call_ragged, plan_ragged
 from rankax.ext.tune import tune
 from rankax.pipeline import evaluate
 
-if TYPE_CHECKING:  # the types of what extensions return
+if TYPE_CHECKING:  # the types of what features return
     from rankax.ext.check import CheckReport, NonFinite
     from rankax.ext.explain.plan import BatchPlan
     from rankax.ext.tune import Tuning

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""A call: declare, plan, trace, loop, reduce. It imports no extension; they register here."""
+"""The engine: declare, plan, trace, loop, reduce, walk. It imports no feature, and knows none."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What extensions know of the equations of a program: what they call, what they cost.
+"""What features know of the equations of a program: what they call, what they cost.
 
 `operations` has each equation, also those of loops, branches and called functions, with how
 often one evaluation of the program runs it, and which of its inputs depend on the item.

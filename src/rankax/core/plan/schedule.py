@@ -335,7 +335,7 @@ class Level:
     differentiable : bool
         Whether the loop may be differentiated.
     observer : Observer or None
-        Who is told of the steps of the loop (`core/protocols.py`).
+        Who is told of the steps of the loop.
     """
 
     chunks: Chunks
