@@ -48,11 +48,14 @@ MUTANTS = [
     Mutant("gated", "always true", "nothing_is_sent_back::items_left_out", 1),
     Mutant("split_into_chunks", "round down", "chunked_vmap::otherwise_one_loop_holds_the_chunk"),
     Mutant("broadcast", "comparison", "auto_vmap"),
+    # Each argument's own work.
+    Mutant("pieces", "always true", "once::what_calls_back_is_not_moved"),
+    Mutant("is_possible", "comparison", "once::options_that_leave_work_where_it_is", 2),
     # Random keys.
     Mutant("chunk_at", "right operand", "keys::items_draw_what_split_keys_draw"),
     Mutant("number_of", "nothing listed", PARTS),
     # Programs that eager calls keep.
-    Mutant("run._run", "element left out", CALLS, 3),
+    Mutant("_walked", "element left out", CALLS, 4),
     Mutant("_key_of", "element left out", CALLS, 1),
     Mutant("derivatives_key", "no error", "eager::rules_may_change"),
     Mutant("_of_literal", "element left out", "eager::what_is_outside_may_change", 3),
@@ -79,7 +82,6 @@ MUTANTS = [
     Mutant("gram.product", "argument itself", GRAM, 1),
     Mutant("_Jacobian.image", "comparison", "jacobians::as_in_jax"),
     Mutant("Parts.begin", "left operand", PARTS, 1),
-    Mutant("Parts.begin", "comparison", PARTS),
     Mutant("_scan_windows.step", "left operand", "where::steps_that_count_in_a_window"),
 ]
 
