@@ -63,7 +63,8 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
 def options_of(call: Call, options: Options) -> Options:
     """Return the options of a call, which know where it runs and what its kernel takes."""
     options = options.at(call.leaves)
-    return options.replace(batched=True) if call.form and not options.batched else options
+    takes_batch = call.form is not None and call.form.takes_chunks
+    return options.replace(batched=True) if takes_batch and not options.batched else options
 
 
 def place_of(call: Call, options: Options) -> Placement:

@@ -164,7 +164,8 @@ def in_lockstep(
     """
     sizes = lengths_of(levels)
     count = math.prod(sizes)
-    by_leaf = zip(*(level.in_axes for level in levels), strict=True)
+    # A numbered level takes the places along those around it as well.
+    by_leaf = [[level.in_axes[i] for level in levels] for i in range(len(leaves))]
     whole = [i for i, axes in enumerate(by_leaf) if None not in axes]
     sort = sort and (bool(whole) or count <= _MOST_SORTED)
     order, outs = _by_steps(fun, leaves, levels, out_axes) if sort else (None, [])
