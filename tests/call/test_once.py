@@ -162,10 +162,7 @@ def seen(_):
 CANNOT = {
     "an effect": lambda x, y: (jax.debug.callback(seen, x[0]), jnp.sum(net(y)) * x[0])[1],
     "a callback": lambda x, y: (
-        x[0]
-        * jax.pure_callback(
-            np.sum, jax.ShapeDtypeStruct((), jnp.float32), y, vmap_method="sequential"
-        )
+        x[0] * jnp.sum(net(jax.pure_callback(np.asarray, y, y, vmap_method="sequential")))
     ),
 }
 
