@@ -110,8 +110,10 @@ def compiled_with_care():
 
 
 @needs_library
+@pytest.mark.weekly
 @pytest.mark.optimized
 def test_what_is_much_faster_is_chosen(compiled_with_care):
+    """Times are compared, so nothing else should run: beside other tests, all are alike."""
     tuning = tuning_of(kernel, jnp.tile(X, (500, 1, 1)), seconds=20)
     chosen = tuning.candidates[tuning.chosen]
     assert chosen.tile <= 21
