@@ -3,12 +3,12 @@
 
 `evaluate` says what happens to a call whose arguments are bound. A map without a loop nests maps
 around the kernel itself, so its program is the one that nesting by hand gives (`by_hand`).
-Otherwise the kernel is traced once in each call, for one item, and all later steps work on the
-program of that item. What ``plan`` prints is found by the same steps (`ext/explain`); an eager call
-that is known skips those after the trace.
+Otherwise the kernel is traced for one item, and all later steps work on the program of that item,
+or on what `fit_apart` leaves of it. What ``plan`` prints is found by the same steps
+(`ext/explain`); an eager call that is known skips those after the trace.
 
-What makes calls of its own stands above this page: compiled kernels (`ext/jit.py`), ragged items,
-blocks, streams, checks.
+What makes calls of its own stands above this page: ragged items, blocks, streams, checks, and
+compiled kernels (`ext/jit.py`), which place a call and enter its progress themselves.
 
 Words used throughout:
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Call: bind the arguments of a call, then plan, trace, fit and run it (`run.py` is the path)."""
+"""Calls: their arguments are bound here, and evaluated by `rankax.pipeline`."""

@@ -2,7 +2,7 @@
 """``bucket=``: pad the axes of a batch to one of a few lengths, and cut the results.
 
 A padded axis has copies of its last item at its end. The program gets the true lengths as numbers
-(`Bound.lengths`), so it is the same for all lengths of a bucket:
+(`Call.lengths`), so it is the same for all lengths of a bucket:
 
 * Outputs with an axis for the batch are cut. The cotangents of the copies are zero.
 * For a reduction, each item says whether it counts (`Marked`); copies do not, as with ``where``.

@@ -3,7 +3,7 @@
 
 ``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says for which
 generators). So there is no array of keys: `item_key` makes the key where the item is evaluated
-(`Bound.on_item`).
+(`Call.on_item`).
 
 The number comes from the places of the item: each level of a nest passes the place of the item
 along it as the last input of the function that it maps (`Level.numbered`). In a loop this is the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a call with ragged arguments, from those of its groups (`ragged.py`)."""
+"""The result of a call with ragged arguments, from those of its groups (`call.py`)."""
 
 from __future__ import annotations
 
