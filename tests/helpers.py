@@ -160,3 +160,30 @@ def codes_entered(fun: Any) -> list[CodeType]:
 def python_calls(fun: Any) -> int:
     """Return how many functions of Python a call enters."""
     return len(codes_entered(fun))
+
+
+class StepLog:
+    """An observer that keeps what it was asked, and what its programs told."""
+
+    def __init__(self):
+        self.asked, self.told = [], []
+
+    def of_parts(self, count):
+        self.asked.append(count)
+        return self
+
+    def reports(self, length, size, steps):
+        self.asked.append((length, size, steps))
+        return self
+
+    def step(self, done):
+        jax.debug.callback(lambda done: self.told.append(int(done)), done)
+
+    def end(self, done, outputs):
+        leaf = jax.tree.leaves(outputs)[0]
+        jax.debug.callback(lambda _: self.told.append("end"), leaf)
+
+    def now(self):
+        """Return what was told since the last time; a call has waited for it."""
+        told, self.told = self.told, []
+        return sorted(told, key=str)

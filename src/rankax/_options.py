@@ -154,7 +154,7 @@ class Options:
 
     @property
     def most(self) -> int | None:
-        """The chunk size, if the caller gave one."""
+        """The chunk size, if it is a number of items."""
         return None if isinstance(self.chunk_size, str) else self.chunk_size
 
     def compiled(self, fun: Any, args: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ Words used throughout:
   of the ``xs`` or ``ys`` of a scan
 * run: items of a row that are folded into one state, such as one device's part or one dask block
 * part: the contiguous items of a batch axis that one of several devices evaluates
+* hoisted: what depends on fewer axes than an item, and is evaluated before the loops
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def place_of(call: Call, options: Options) -> Placement:
 
 
 def prepared(call: Call, options: Options, place: Placement) -> Call:
-    """Return the call to plan; a kernel that takes a batch is told how long its chunks are."""
+    """Return the call to plan.
+
+    A kernel that takes a batch is told how long its chunks are, for which it may be traced.
+    """
     if not options.batched:
         return call
     check_batched(options, call.site)  # a scope may have changed them
@@ -126,7 +130,7 @@ class Traced(NamedTuple):
     whole: Plan  # of the whole batch, without chunks
     item: ItemProgram
     layout: Layout
-    parts: tuple[once.Part, ...] = ()  # what is evaluated before; item and plan are of the rest
+    hoisted: tuple[once.Hoisted, ...] = ()  # evaluated before; item and plan are of the rest
 
 
 def traced(call: Call, options: Options, place: Placement) -> Traced:
@@ -143,7 +147,6 @@ class Fitted(NamedTuple):
     """How a call runs."""
 
     plan: Plan  # of one part
-    part: Call
     options: Options
     found: dict[str, Any]  # what the plan shows
     is_walked: bool  # otherwise it is evaluated by hand after all
@@ -153,18 +156,18 @@ def fit(own: Traced) -> Fitted:
     """Choose what walks the items, then how many at once: a limit measures what will run."""
     call, options, item, layout = own.call, own.options, own.item, own.layout
     if own.whole.is_empty:
-        return Fitted(own.whole, call, options, {}, is_walked=True)
+        return Fitted(own.whole, options, {}, is_walked=True)
     part = call.part(own.whole, layout.shapes()[-1]) if layout else call
     whole = part.plan_whole(options) if layout else own.whole
     found: dict[str, Any] = {}
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
     tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(item.closed.jaxpr, updated)
-    if options.hoist and tiles.forward and (numbers := once.multiplies(item.closed.jaxpr, whole)):
-        tiles = tiles._replace(side=once.side_of(numbers))
+    if options.hoist and tiles.forward:
+        tiles = tiles._replace(side=once.side_of_tiles(item.closed.jaxpr, whole))
 
     def plan_of(chunk_size: Any, /) -> Plan:
         sized = options.replace(chunk_size=chunk_size)
-        return own.whole.cut(*sizes_of(sized, tiles)) if own.parts else part.plan(sized, tiles)
+        return own.whole.cut(*sizes_of(sized, tiles)) if own.hoisted else part.plan(sized, tiles)
 
     changes_item = options.cpu_math and cpu_math.is_on(options)
     if not options.lockstep:
@@ -186,19 +189,19 @@ def fit(own: Traced) -> Fitted:
 
     plan = plan_of(options.chunk_size)
     needs_walk = plan.has_loop or changes_item or call.is_kept or layout or options.reduce
-    return Fitted(plan, part, options, found, is_walked=bool(needs_walk))
+    return Fitted(plan, options, found, is_walked=bool(needs_walk))
 
 
 def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
-    """Choose how a call runs, with the work of some arguments taken out of its loops."""
+    """Choose how a call runs, with what is hoisted out of its loops."""
     fitted, options = fit(own), own.options
     is_asked = options.hoist and fitted.plan.has_loop and options.memory_limit is None
     is_plain = options.lockstep and not (options.batched or own.layout or own.call.lengths)
     if not (is_asked and is_plain and once.is_possible(own.whole, own.item)):
         return own, fitted
-    if (split := once.split(own.item, own.whole)) is None:
+    if (apart := once.hoist(own.item, own.whole)) is None:
         return own, fitted
-    own = own._replace(item=split.item, whole=split.plan, parts=split.parts)
+    own = own._replace(item=apart.item, whole=apart.plan, hoisted=apart.hoisted)
     return own, fit(own)
 
 
@@ -219,8 +222,8 @@ def walk_of(
     differentiable: bool = True,
 ) -> Nest:
     """Return what walks the levels of a plan: nested maps and loops, or lanes."""
-    replaces = options.cpu_math and cpu_math.is_on(options)
-    passes: tuple[Pass, ...] = (cpu_math.PASS,) if replaces else ()
+    has_math = options.cpu_math and cpu_math.is_on(options)
+    passes: tuple[Pass, ...] = (cpu_math.PASS,) if has_math else ()
     passes = passes if options.lockstep else (*passes, lanes.REVERSE)
     return nest_of(
         plan,
@@ -260,11 +263,10 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
 
 def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    call, before, layout = own.call, own.whole, own.layout
+    call, whole, layout = own.call, own.whole, own.layout
     own, fitted = fit_apart(own)
     if not fitted.is_walked:
         return None
-    whole = own.whole
     options = fitted.options
     if not options.on_cpu:
         memory.warn_of_small_steps(own.item, fitted.plan)
@@ -274,27 +276,18 @@ def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program
 
     def walk(plan: Plan, observer: Observer | None = None) -> Nest:
         plan = dataclasses.replace(plan, splits=whole.splits)  # numbered within the whole batch
-        return walk_of(plan, options, observer, inputs=whole.mapped, differentiable=not is_now)
+        return walk_of(plan, options, observer, inputs=own.whole.mapped, differentiable=not is_now)
 
     *others, shape = layout.shapes()
     walks = {other: walk(call.part(whole, other).plan(options)) for other in others}
     walks[shape] = walk(fitted.plan, observer)
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
     program = functools.partial(layout.walk, walks)
-    if not own.parts:
+    if not own.hoisted:
         return program
-    one_by_one = options.replace(reduce=None)
-    plans = [
-        part.plan.cut(options.most, options.rules.tiles(part.item.closed.jaxpr, 0))
-        for part in own.parts
-    ]
-    of_parts = [
-        walk_of(plan, one_by_one, inputs=part.plan.mapped, differentiable=not is_now)
-        for plan, part in zip(plans, own.parts, strict=True)
-    ]
-
-    def walk_part(number: int, item: ItemProgram, leaves: list[Any]) -> list[Any]:
-        return of_parts[number].walk(item, leaves)
-
-    chosen = [part.axes for part in own.parts]
-    return lambda item, leaves: program(*once.evaluated(item, before, chosen, leaves, walk_part))
+    first: list[Nest] = []
+    for each in own.hoisted:
+        plan = each.plan.cut(options.most, options.rules.tiles(each.item.closed.jaxpr, 0))
+        of_map = options.replace(reduce=None)
+        first.append(walk_of(plan, of_map, inputs=each.plan.mapped, differentiable=not is_now))
+    return once.before(program, whole, own.hoisted, first)

@@ -20,6 +20,9 @@ X, Y = (jnp.asarray(R.normal(size=(n, 3)), jnp.float32) for n in (13, 29))
 W, V = (jnp.asarray(R.normal(size=shape) / 4, jnp.float32) for shape in ((3, 32), (32, 4)))
 
 
+FILTER = jnp.asarray(R.normal(size=5), jnp.float32)
+
+
 def net(x):
     return jnp.tanh(jnp.tanh(x @ W) @ V)
 
@@ -54,6 +57,9 @@ KERNELS = {
     "a solver": lambda x, y: solved(x) @ y,
     "a loop": lambda x, y: jnp.sum(doubled(x) * doubled(y)),
     "an output of one side": lambda x, y: (net(x), jnp.sum(x * net(y)[:3])),
+    "a convolution": lambda x, y: jnp.tanh(
+        jnp.sum(jnp.convolve(x, FILTER) * jnp.convolve(y, FILTER) ** 2) / 50
+    ),
     "nothing to move": lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2)),
 }
 CALLS = {
@@ -296,3 +302,12 @@ def test_chunks_of_products_have_two_sides(reduce, size):
     if Options().rules is not NO_RULES:
         rows, columns = (level.tile for level in plan.levels)
         assert rows == columns
+
+
+def test_a_convolution_counts_its_products():
+    def kernel(x, y):
+        return jnp.sum(jnp.convolve(x, FILTER) * jnp.convolve(y, FILTER) ** 2)
+
+    x, y = (jax.ShapeDtypeStruct((n, *more, 24), jnp.float32) for n, more in ((50, (1,)), (60, ())))
+    notes = auto_vmap(x=1, y=1, chunk_size=100)(kernel).plan(x, y).notes
+    assert [note.split(":")[0] for note in notes] == ["f(x)", "f(y)"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rankax
-from helpers import assert_same, primitives, slow
+from helpers import StepLog, assert_same, primitives, slow
 from rankax import (
     auto_vmap,
     checkpoint_chunked_scan,
@@ -258,33 +258,6 @@ def test_a_scope_sets_it(heard):
 
 
 # An observer of one's own.
-
-
-class StepLog:
-    """An observer that keeps what it was asked, and what its programs told."""
-
-    def __init__(self):
-        self.asked, self.told = [], []
-
-    def of_parts(self, count):
-        self.asked.append(count)
-        return self
-
-    def reports(self, length, size, steps):
-        self.asked.append((length, size, steps))
-        return self
-
-    def step(self, done):
-        jax.debug.callback(lambda done: self.told.append(int(done)), done)
-
-    def end(self, done, outputs):
-        leaf = jax.tree.leaves(outputs)[0]
-        jax.debug.callback(lambda _: self.told.append("end"), leaf)
-
-    def now(self):
-        """Return what was told since the last time; a call has waited for it."""
-        told, self.told = self.told, []
-        return sorted(told, key=str)
 
 
 STEPS = [0, 4, 6, "end"]  # of chunks of 4 of ten items, of which the last one begins earlier

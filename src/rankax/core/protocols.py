@@ -111,7 +111,8 @@ class Observer(Protocol):
         """Return the reports of a loop over ``length`` items, ``size`` in each of its steps.
 
         Their ``step(done)`` is traced in a step, before which ``done`` items are done. Their
-        ``end(done, outputs)`` is traced after the last one, with what the loop returned.
+        ``end(done, outputs)`` is traced after the last one, with where that began, and what the
+        loop returned.
         """
 
 

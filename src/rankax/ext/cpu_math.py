@@ -308,5 +308,5 @@ def replaces(options: Options, axis_name: Any) -> bool:
 
 
 def notes(options: Options, jaxpr: Any) -> list[str]:
-    """Return what a plan says of it."""
+    """Name the functions that it would replace, for a plan."""
     return list(hints_of_cpu_math(jaxpr)) if options.on_cpu and not options.cpu_math else []

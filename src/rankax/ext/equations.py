@@ -7,7 +7,7 @@ often one evaluation of the program runs it, and which of its inputs depend on t
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -95,17 +95,22 @@ def bytes_of(variable: Any) -> int:
     return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
 
 
-def cost(eqns: Sequence[JaxprEqn]) -> int:
-    """Return about how many numbers these equations of a program compute."""
-    numbers = 0
+def numbers_of(eqn: Any) -> int:
+    """Return about how many numbers an equation computes."""
+    return max(map(_size, (*eqn.invars, *eqn.outvars)), default=0)
+
+
+def cost(eqns: Sequence[JaxprEqn], of: Callable[[Any], int] = numbers_of) -> int:
+    """Return the sum of what equations cost; ``of``: one that calls no program."""
+    total = 0
     for eqn in eqns:
         name, params = name_and_params(eqn)
-        if inside := [cost(program.eqns) for program in subprograms(eqn)]:
+        if inside := [cost(program.eqns, of) for program in subprograms(eqn)]:
             steps = params.get("length", STEPS_OF_WHILE) if name in _LOOPS else 1
-            numbers += steps * sum(inside)
+            total += steps * sum(inside)
         else:
-            numbers += max(map(_size, (*eqn.invars, *eqn.outvars)), default=0)
-    return numbers
+            total += of(eqn)
+    return total
 
 
 def _size(variable: Any) -> int:

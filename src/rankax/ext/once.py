@@ -4,18 +4,19 @@
 In ``exp(-|net(x) - net(y)|**2)`` over pairs, ``net(y)`` depends on ``y`` alone. `jax.vmap`
 evaluates it once for each ``y``, but a loop over rows of pairs would do so once for each pair. So
 the program of an item is split by the axes on which its equations depend: an argument depends on
-those along which it is longer than 1. A part that depends on fewer axes than the item is evaluated
+those along which it is longer than 1. A piece that depends on fewer axes than the item is evaluated
 over its own axes, before the loop, in chunks like any map; its results are arguments of the rest,
 which broadcast as all arguments do. In the reverse pass, their cotangents add up, and are pulled
 back once.
 
-A part is dear, and so worth a loop of its own, if it takes at least eight operations for each
-number that the rest reads of it, and a sixteenth of those of an item; an exponential counts as
-sixteen. Its results must not take more than `_MOST_BYTES`, or `_PER_ARGUMENT` times what the
-arguments and outputs of the call take; larger ones are computed again, as in the loop.
+A piece is dear, and so worth a loop of its own, if it takes at least eight operations for each
+number that the rest reads of it, and a sixteenth of those of an item; an exponential, or what a
+library computes, counts as sixteen for each number. Its results must not take more than
+`_MOST_BYTES`, or `_PER_ARGUMENT` times what the arguments and outputs of the call take; larger ones
+are computed again, as in the loop.
 
 What has effects, calls back, or draws from a key of its own item stays where it is. So does all of
-an item that says whether it counts (``where=``): its parts could send NaN back.
+an item that says whether it counts (``where=``): its pieces could send NaN back.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from rankax.core.declare.dims import Rank
 from rankax.core.plan.schedule import LeafPlan, Plan, broadcast
 from rankax.core.trace.programs import ItemProgram, with_variables
-from rankax.ext.equations import FUNCTIONS, bytes_of, operations
+from rankax.core.walk import Nest
+from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, cost, numbers_of
 
 _FUNCTION = 16  # operations
 _LEAST_PER_NUMBER, _LEAST_SHARE = 8, 1 / 16  # operations, and of those of an item
 _MOST_BYTES, _PER_ARGUMENT = 2**26, 8
 
+_SIDE, _BYTES = 128, 2**18  # of a tile that multiplies, at most
+
 Axes = frozenset[int]
 
 
 class Piece(NamedTuple):
-    """A part of a program: its equations, what it reads, and what it computes for others."""
+    """Some equations of a program, what they read, and what they compute for others."""
 
     axes: Axes  # on which it depends
     eqns: list[Any]
@@ -50,8 +54,8 @@ class Piece(NamedTuple):
     makes: list[Any]
 
 
-class Part(NamedTuple):
-    """A part of the work of a call."""
+class Hoisted(NamedTuple):
+    """A piece of the work of a call, which is evaluated before its loops."""
 
     axes: Axes
     plan: Plan  # over these axes, without chunks
@@ -61,9 +65,9 @@ class Part(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """A call in parts."""
+    """The work of a call, of which some is hoisted."""
 
-    parts: tuple[Part, ...]
+    hoisted: tuple[Hoisted, ...]
     plan: Plan  # of the rest, without chunks
     item: ItemProgram  # the rest
 
@@ -78,7 +82,7 @@ def is_possible(plan: Plan, item: ItemProgram) -> bool:
 def pieces(
     jaxpr: Jaxpr, plan: Plan, chosen: Sequence[Axes] | None = None
 ) -> tuple[list[Piece], Piece]:
-    """Apart the program of an item into parts, which are dear or ``chosen``, and the rest."""
+    """Split the program of an item into pieces, which are dear or ``chosen``, and the rest."""
     every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
     on = _axes(jaxpr, plan)
     groups: dict[Axes, list[Any]] = {}
@@ -89,7 +93,7 @@ def pieces(
         on |= dict.fromkeys(eqn.outvars, own)
         of[id(eqn)] = own
         groups.setdefault(own, []).append(eqn)
-    total = _work(jaxpr, jaxpr.eqns)
+    total = cost(jaxpr.eqns, _operations)
     found, moved = list[Piece](), set[int]()
     for own in sorted(groups, key=lambda axes: (len(axes), sorted(axes))):
         if own in (every, frozenset()):
@@ -104,28 +108,13 @@ def pieces(
         makes = [v for eqn in mine if of[id(eqn)] for v in eqn.outvars if v in needed]
         piece = _piece(own, mine, makes)
         if chosen is None:
-            work, numbers = _work(jaxpr, piece.eqns), sum(map(_size, makes))
+            work, numbers = cost(piece.eqns, _operations), sum(map(_size, makes))
             if work < max(_LEAST_PER_NUMBER * numbers, _LEAST_SHARE * total):
                 continue
         found.append(piece)
         moved |= ids
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in moved]
     return found, _piece(every, rest, jaxpr.outvars)
-
-
-def multiplies(jaxpr: Jaxpr, plan: Plan) -> int:
-    """Return how many numbers of two axes are multiplied in a sum of products of an item; or 0.
-
-    Tiles with two sides make such sums one product of matrices.
-    """
-    on = _axes(jaxpr, plan)
-    most = 0
-    for eqn in jaxpr.eqns:
-        own = [frozenset() if isinstance(v, Literal) else on[v] for v in eqn.invars]
-        on |= dict.fromkeys(eqn.outvars, frozenset[int]().union(*own))
-        if eqn.primitive.name == "dot_general" and all(own) and not own[0] & own[1]:
-            most = max(most, *map(_size, eqn.invars))
-    return most
 
 
 def _axes(jaxpr: Jaxpr, plan: Plan) -> dict[Any, Axes]:
@@ -154,15 +143,16 @@ def _variables(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if not isinstance(v, Literal)]
 
 
-def _work(jaxpr: Jaxpr, eqns: Sequence[Any]) -> int:
-    """Return about how many operations equations take for one item."""
-    total = 0
-    for each in operations(jaxpr.replace(eqns=list(eqns))):
-        if not each.calls:
-            sizes = [v.aval.size for v in (*each.eqn.invars, *each.eqn.outvars) if v.aval.shape]
-            weight = _FUNCTION if each.name in FUNCTIONS else 1
-            total += each.times * weight * max(sizes, default=1)
-    return total
+def _operations(eqn: Any) -> int:
+    """Return about how many operations an equation takes."""
+    name, (out, *_) = eqn.primitive.name, eqn.outvars
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * _size(out) * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+    if name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+        return 2 * _size(out) * kernel.size // kernel.shape[numbers.rhs_spec[0]]
+    return numbers_of(eqn) * (_FUNCTION if name in FUNCTIONS or name in LIBRARIES else 1)
 
 
 def _piece(axes: Axes, eqns: Sequence[Any], makes: Sequence[Any]) -> Piece:
@@ -178,18 +168,18 @@ def _piece(axes: Axes, eqns: Sequence[Any], makes: Sequence[Any]) -> Piece:
     return Piece(axes, kept[::-1], list(reads), list(makes))
 
 
-def split(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -> Apart | None:
-    """Take the parts out of an item that are worth it, or those ``chosen`` before.
+def hoist(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -> Apart | None:
+    """Take the pieces out of an item that are worth it, or those ``chosen`` before.
 
     Programs that agree equation by equation, as those of a kernel with its rules of derivatives and
-    without them do, have the same parts.
+    without them do, have the same pieces.
     """
     jaxpr = item.closed.jaxpr
     found, rest = pieces(jaxpr, plan, chosen)
     by_position = {leaf.position: leaf for leaf in plan.leaves}
     leaf_of = {v: by_position[i] for v, i in zip(jaxpr.invars, plan.mapped, strict=False)}
     arguments = sum(math.prod(leaf.batch_axes) * bytes_of(v) for v, leaf in leaf_of.items())
-    parts, position = list[Part](), max(by_position, default=0)
+    hoisted, position = list[Hoisted](), max(by_position, default=0)
     for piece in found:
         reads = [v for v in leaf_of if v in piece.reads]
         leaves = [leaf_of[v] for v in reads]
@@ -202,53 +192,52 @@ def split(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -
         whole = Plan(plan.kernel, shape, tuple(leaves), ()).cut(None)
         size = math.prod(shape) * sum(map(bytes_of, piece.makes))
         makes = tuple([leaf_of[v] for v in piece.makes])
-        parts.append(Part(piece.axes, whole, _program(item, piece, reads), makes, size))
+        hoisted.append(Hoisted(piece.axes, whole, _program(item, piece, reads), makes, size))
     kept = [n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced]
     outputs = math.prod(kept) * sum(map(bytes_of, jaxpr.outvars))
     most = max(_MOST_BYTES, _PER_ARGUMENT * (arguments + outputs))
-    if not parts or (chosen is None and sum(part.bytes for part in parts) > most):
+    if not hoisted or (chosen is None and sum(own.bytes for own in hoisted) > most):
         return None
     reads = [v for v in leaf_of if v in rest.reads]
     shapes = [leaf for leaf in plan.leaves if not leaf.is_array]
     plan = dataclasses.replace(plan, leaves=(*(leaf_of[v] for v in reads), *shapes)).cut(None)
     numbers = jaxpr.invars[len(jaxpr.invars) - len(plan.splits) :] if plan.splits else []
     closed = _program(item, rest, [*reads, *numbers]).closed
-    return Apart(tuple(parts), plan, dataclasses.replace(item, closed=closed))
+    return Apart(tuple(hoisted), plan, dataclasses.replace(item, closed=closed))
 
 
-def evaluated(
-    item: ItemProgram,
-    plan: Plan,
-    chosen: Sequence[Axes],
-    leaves: Sequence[Any],
-    walk: Callable[[int, ItemProgram, list[Any]], list[Any]],
-) -> tuple[ItemProgram, list[Any]]:
-    """Evaluate the parts; return the rest of an item, and its leaves.
+def before(
+    program: Callable[..., Any], whole: Plan, hoisted: Sequence[Hoisted], walks: Sequence[Nest]
+) -> Callable[[ItemProgram, Sequence[Any]], Any]:
+    """Return the program of a call, which evaluates what is hoisted, and then the rest.
 
     Parameters
     ----------
-    item : ItemProgram
-    plan : Plan
-        Of the whole call, without chunks.
-    chosen : sequence
-        The axes of each part.
-    leaves : sequence of arrays
-        Those that the plan maps.
-    walk : callable
-        Evaluates the program of the part with this number over its own axes.
+    program : callable
+        Evaluates the rest, from its item and its leaves.
+    whole : Plan
+        Of the call as it was, without chunks.
+    hoisted : sequence of Hoisted
+    walks : sequence of Nest
+        What walks each of them.
     """
-    own = split(item, plan, chosen)
-    assert own is not None
-    values = dict(zip(plan.mapped, leaves, strict=True))
-    for number, part in enumerate(own.parts):
-        outs = walk(number, part.item, [values[i] for i in part.plan.mapped])
-        values |= {leaf.position: x for leaf, x in zip(part.makes, outs, strict=True)}
-    return own.item, [values[i] for i in own.plan.mapped]
+    chosen = [own.axes for own in hoisted]  # JAX keeps the program, so it holds no item
+
+    def run(item: ItemProgram, leaves: Sequence[Any]) -> Any:
+        apart = hoist(item, whole, chosen)
+        assert apart is not None
+        values = dict(zip(whole.mapped, leaves, strict=True))
+        for own, walk in zip(apart.hoisted, walks, strict=True):
+            outs = walk.walk(own.item, [values[i] for i in own.plan.mapped])
+            values |= {leaf.position: x for leaf, x in zip(own.makes, outs, strict=True)}
+        return program(apart.item, [values[i] for i in apart.plan.mapped])
+
+    return run
 
 
-def shown(plan: Plan, whole: Plan, parts: Sequence[Part]) -> Plan:
+def shown(plan: Plan, whole: Plan, hoisted: Sequence[Hoisted]) -> Plan:
     """Return the plan of the rest, with the leaves of the whole call as well."""
-    makes = [leaf for part in parts for leaf in part.makes]
+    makes = [leaf for own in hoisted for leaf in own.makes]
     leaves = (*whole.leaves, *makes)
     by_level = [
         dict(zip([leaf.position for leaf in plan.leaves], level.mapped, strict=True))
@@ -278,21 +267,24 @@ def _program(item: ItemProgram, piece: Piece, inputs: Sequence[Any]) -> ItemProg
     )
 
 
-def notes(parts: Sequence[Part]) -> list[str]:
-    """Return what a plan says of the parts of a call."""
+def notes(hoisted: Sequence[Hoisted]) -> list[str]:
+    """Name what is hoisted, for a plan."""
     return [
-        f"{part.makes[0].path}: once for each of {math.prod(part.plan.batch_shape)}, "
-        f"{max(1, part.bytes // 1000)} kB"
-        for part in parts
+        f"{own.makes[0].path}: once for each of {math.prod(own.plan.batch_shape)}, "
+        f"{max(1, own.bytes // 1000)} kB"
+        for own in hoisted
     ]
 
 
-_SIDE, _BYTES = 128, 2**18  # of a tile that multiplies, at most
+def side_of_tiles(jaxpr: Jaxpr, plan: Plan) -> int | None:
+    """Return the sides of a tile of items that multiply what they have of two axes; None: any.
 
-
-def side_of(numbers: int) -> int:
-    """Return the sides of a tile whose items multiply so many numbers of each of two axes.
-
-    Its operands and products stay in the cache.
+    Each step is one product of matrices then, whose operands and results stay in the cache.
     """
-    return max(8, min(_SIDE, _BYTES // (8 * numbers)))
+    on, most = _axes(jaxpr, plan), 0
+    for eqn in jaxpr.eqns:
+        own = [frozenset() if isinstance(v, Literal) else on[v] for v in eqn.invars]
+        on |= dict.fromkeys(eqn.outvars, frozenset[int]().union(*own))
+        if eqn.primitive.name == "dot_general" and all(own) and not own[0] & own[1]:
+            most = max(most, *map(_size, eqn.invars))
+    return max(8, min(_SIDE, _BYTES // (8 * most))) if most else None

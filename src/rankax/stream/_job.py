@@ -27,7 +27,7 @@ from rankax.stream._ragged import filled_up, share_shapes, with_rows
 from rankax.stream._stages import STATES, Stage, Streamed, mapping_of
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
-_NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit", "xla_cpu", "target")
+_NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit", "xla_cpu", "hoist")
 _WHOLE = 1 << 20  # bytes; of a larger array that is not in memory, samples are read
 _SAMPLES = 16
 _IN_A_SAMPLE = 256  # items along the last axis

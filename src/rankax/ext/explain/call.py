@@ -65,9 +65,9 @@ def _planned(bound: KernelCall, options: Options, place: Placement) -> BatchPlan
         own = traced(call, options, place)
     whole = own.whole
     own, fitted = fit_apart(own)
-    schedule = once.shown(fitted.plan, whole, own.parts) if own.parts else fitted.plan
+    schedule = once.shown(fitted.plan, whole, own.hoisted) if own.hoisted else fitted.plan
     found |= {"batch_shape": whole.batch_shape, **fitted.found}
-    found |= {} if own.parts else {"leaves": whole.leaves}
+    found |= {} if own.hoisted else {"leaves": whole.leaves}
     found |= {**own.layout.shown, "notes": _notes(own, schedule)}
     return shown(schedule, **found)
 
@@ -78,5 +78,5 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
         notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
-    notes += once.notes(call.parts)
+    notes += once.notes(call.hoisted)
     return (*notes, *cpu_math.notes(options, jaxpr), *memory.notes(options, jaxpr, plan))

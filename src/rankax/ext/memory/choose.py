@@ -89,5 +89,5 @@ def warn_of_small_steps(item: ItemProgram, plan: Plan) -> None:
 
 
 def notes(options: Options, jaxpr: Jaxpr, plan: Plan) -> list[str]:
-    """Return what a plan says of the size of steps."""
+    """Say which chunk size makes fewer steps, for a plan."""
     return [] if options.on_cpu else list(filter(None, [small_steps(jaxpr, plan)]))
