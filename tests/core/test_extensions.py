@@ -31,8 +31,8 @@ def test_the_page_runs():
 class Twice(Form):
     """Evaluate each item twice, and add the results."""
 
-    def evaluate(self, bound, leaves, plan):
-        return bound.call(leaves, plan) + bound.call(leaves, plan)
+    def evaluate(self, call, leaves, plan):
+        return call.call(leaves, plan) + call.call(leaves, plan)
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"reduce": "sum"}], ids=str)

@@ -98,9 +98,9 @@ class Kernel(Generic[P, R]):
         call = bind(spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
         if call.is_foreign:
             return call_on_blocks(kernel, call, spec.options())
-        return kernel.run_bound(call)
+        return kernel.run(call)
 
-    def run_bound(self, call: KernelCall) -> Any:
+    def run(self, call: KernelCall) -> Any:
         """Evaluate a bound call."""
         if call.structure.nodes:
             return call_ragged(call, compiled_parts(call.kernel))

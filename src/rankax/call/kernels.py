@@ -439,24 +439,24 @@ def bind(
     as one is found, and marked; the wrapper checks its leaves. Otherwise such an array is refused.
     So are nodes that a wrapper replaces , without ``takes_nodes``.
     """
-    bound = flatten(kernel, args, kwargs)
-    if bound.structure.nodes and not takes_nodes:
-        refuse_nodes(bound)
-    leaves, structure = bound.leaves, bound.structure
+    call = flatten(kernel, args, kwargs)
+    if call.structure.nodes and not takes_nodes:
+        refuse_nodes(call)
+    leaves, structure = call.leaves, call.structure
     for i, rank in enumerate(structure.ranks):
         if rank is None:
             continue
         if not (is_array(leaves[i]) or is_number(leaves[i])):
             if takes_foreign and blocks_of(leaves[i]):
-                bound.is_foreign = True
-                return refuse_nodes(bound)
+                call.is_foreign = True
+                return refuse_nodes(call)
             path = structure.paths[i]
             leaves[i] = kernel.converted(leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
             check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
     for i in structure.keys:
         kernel.check_key(leaves[i], structure.paths[i], structure.ranks[i])
-    return bound
+    return call
 
 
 def refuse_nodes(call: KernelCall) -> KernelCall:
@@ -471,7 +471,7 @@ def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     arguments = kernel.bind(args, kwargs)
     names = tuple([name for name in kernel.declaration.ranks if name in arguments.arguments])
     leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
-    return _bound(kernel, arguments, Shell(names, treedef), leaves)
+    return _call_of(kernel, arguments, Shell(names, treedef), leaves)
 
 
 def rebind(
@@ -479,10 +479,10 @@ def rebind(
 ) -> KernelCall:
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = zip(shell.names, shell.treedef.unflatten(leaves), strict=True)
-    return _bound(kernel, kernel.rebind({**others, **dict(values)}), shell, leaves)
+    return _call_of(kernel, kernel.rebind({**others, **dict(values)}), shell, leaves)
 
 
-def _bound(
+def _call_of(
     kernel: KernelSpec, arguments: inspect.BoundArguments, shell: Shell, leaves: list[Any]
 ) -> KernelCall:
     """Give each leaf its rank, and refuse a list of numbers under one rank.

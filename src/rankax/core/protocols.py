@@ -35,7 +35,7 @@ class Placement:
         """Enter the evaluation of a call; ``site``: the call, for errors."""
         return contextlib.nullcontext()
 
-    def put(self, values: Sequence[Any], bound: Any, options: Any) -> list[Any]:
+    def put(self, values: Sequence[Any], call: Any, options: Any) -> list[Any]:
         """Return the values of a call that is compiled whole, where it reads them."""
         return list(values)
 
@@ -122,9 +122,9 @@ class Form:
     in_front: Sequence[str] = ()  # sentences that are added to an error of the kernel
     takes_chunks = False  # whether a chunk becomes one call, so that it is not cut into tiles
 
-    def evaluate(self, bound: Any, leaves: Sequence[Any], plan: Any) -> Any:
-        """Return the output of the kernel of a bound call for the leaves of one item."""
-        return bound.call(leaves, plan)
+    def evaluate(self, call: Any, leaves: Sequence[Any], plan: Any) -> Any:
+        """Return the output of the kernel of a call for the leaves of one item."""
+        return call.call(leaves, plan)
 
 
 class Rules:
@@ -166,10 +166,10 @@ class Rules:
         return False
 
     def stored(
-        self, leaves: Sequence[Any], specs: tuple[Any, ...]
+        self, leaves: Sequence[Any], levels: tuple[Any, ...]
     ) -> tuple[list[Any], tuple[Any, ...]]:
         """Return the arrays that a reduction reads as it reads them best, and levels to match."""
-        return list(leaves), specs
+        return list(leaves), levels
 
     def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
         """Return an `Accumulation` as tiles enter it.

@@ -60,7 +60,7 @@ class Nest:
     @property
     def walker(self) -> Walker | None:
         """What walks all levels in place of loops."""
-        return next((spec.walker for spec in self.plan.levels if not spec.reduced), None)
+        return next((level.walker for level in self.plan.levels if not level.reduced), None)
 
     def walk(self, item: ItemProgram, leaves: Sequence[Any]) -> list[Any]:
         """Evaluate an item over all levels: kept ones store what is inside, reduced ones fold it.
@@ -106,8 +106,8 @@ class Nest:
         arrays = self._reshaped(leaves)
         if self.plan.splits:
             fun = number_items(fun, self.plan.splits, self.plan.levels, self.plan.batch_shape)
-        for spec in reversed(self.plan.levels):
-            fun = vmap_level(fun, spec)
+        for level in reversed(self.plan.levels):
+            fun = vmap_level(fun, level)
         return self.in_batch_shape(fun(*arrays.values()))
 
     def _reshaped(self, leaves: Sequence[Any]) -> dict[int, jax.Array]:
@@ -148,7 +148,7 @@ class _Walk:
     @functools.cached_property
     def evaluated(self) -> _Walk:
         """The walk that is evaluated."""
-        if any(spec.is_loop and spec.walker is None for spec in self.nest.plan.levels):
+        if any(level.is_loop and level.walker is None for level in self.nest.plan.levels):
             return self._as_computed(self.nest.rules.evaluated(self.jaxpr, self._mapped_inputs))
         return self._as_computed(self.jaxpr)
 
@@ -168,7 +168,7 @@ class _Walk:
         back = (each.back(self.jaxpr, self.item.site) for each in self.nest.passes)
         jaxpr = next((each for each in back if each is not None), None)
         if jaxpr is None:
-            has_loops = any(spec.is_loop for spec in self.nest.plan.levels)
+            has_loops = any(level.is_loop for level in self.nest.plan.levels)
             jaxpr = self._kept_back if has_loops else self.jaxpr
         return self._as_computed(jaxpr)
 
@@ -204,8 +204,8 @@ class _Walk:
             return self.nest.in_batch_shape(outs)
         if None in self.out_axes:
             self._with(consts).check_unmapped_outputs()
-        for spec in reversed(self.nest.plan.levels):
-            fun = map_level(fun, spec, self.out_axes, back=back)
+        for level in reversed(self.nest.plan.levels):
+            fun = map_level(fun, level, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
 
     def _in_32_bits(self, operands: Operands) -> Operands:
@@ -219,7 +219,7 @@ class _Walk:
     @property
     def _are_shared(self) -> list[bool]:
         """Which of the leaves that the levels map are mapped by some of them only."""
-        by_level = zip(*(spec.in_axes for spec in self.nest.plan.levels), strict=False)
+        by_level = zip(*(level.in_axes for level in self.nest.plan.levels), strict=False)
         return [None in axes for axes, _ in zip(by_level, self.nest.plan.mapped, strict=False)]
 
     def _stored(self, mapped: list[Any]) -> tuple[_Walk, list[Any]]:
@@ -241,9 +241,9 @@ class _Walk:
             return row.values(consts, items, back=back)
 
         entries = row.reductions.entries
-        kept = [spec for spec in self.nest.plan.levels if not spec.reduced]
-        for spec in reversed(kept):
-            fun = map_level(fun, spec, [0] * len(entries), back=back)
+        kept = [level for level in self.nest.plan.levels if not level.reduced]
+        for level in reversed(kept):
+            fun = map_level(fun, level, [0] * len(entries), back=back)
         values = fun(*mapped)
         kept_shape = tuple(
             [n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced]
@@ -267,7 +267,7 @@ class _Walk:
         assert self.nest.reductions is not None
         return RowReduction(
             lambda consts: self._of_items(consts, others),
-            tuple([spec for spec in self.nest.plan.levels if spec.reduced]),
+            tuple([level for level in self.nest.plan.levels if level.reduced]),
             self.item.outputs,
             self.nest.reductions,
             self.jaxpr,
@@ -318,10 +318,10 @@ class _Walk:
         or if tiles overlap, because a derivative must not count an item twice.
         """
         consts, mapped, others = operands
-        has_walker = any(spec.walker is not None for spec in self.nest.plan.levels)
+        has_walker = any(level.walker is not None for level in self.nest.plan.levels)
         if has_walker or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
             return False
-        loops = [spec for spec in self.nest.plan.levels if spec.is_loop]
+        loops = [level for level in self.nest.plan.levels if level.is_loop]
         some = itertools.compress(mapped, self._are_shared)
         if any(map(is_narrow, (*consts, *some, *others.values()))):
             return False
@@ -333,15 +333,15 @@ class _Walk:
                 return False
             if row.has_groups:
                 return False
-        if any(spec.derivative or not spec.chunks.even for spec in loops):
+        if any(level.derivative or not level.chunks.even for level in loops):
             return False
         outs: list[Any] = [v.aval for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
-        for spec in self.nest.plan.levels:
-            pairs = list(zip(shapes, spec.in_axes, strict=False))
+        for level in self.nest.plan.levels:
+            pairs = list(zip(shapes, level.in_axes, strict=False))
             # The chunks of all others are read by index, or written.
             rows = [axis in (None, 0) and 1 not in shape[1:] for shape, axis in pairs]
-            if spec.is_loop and not all(rows):
+            if level.is_loop and not all(rows):
                 return False
             shapes = [x if a is None else (*x[:a], *x[a + 1 :]) for x, a in pairs]
         pairs = zip(self.out_axes, outs, strict=True)

@@ -233,12 +233,12 @@ class Batched(Form):
     in_front = ("With batched=True, it gets them with one axis in front, for the items.",)
     takes_chunks = True
 
-    def evaluate(self, bound: Call, leaves: Sequence[Any], plan: Any) -> Any:
+    def evaluate(self, call: Call, leaves: Sequence[Any], plan: Any) -> Any:
         """Evaluate the kernel for one item."""
-        ranked = bound.ranked
+        ranked = call.ranked
 
         def on_arrays(arrays: list[Any]) -> Any:
             own = dict(zip(ranked, arrays, strict=True))
-            return bound.call([own.get(i, leaf) for i, leaf in enumerate(leaves)], plan)
+            return call.call([own.get(i, leaf) for i, leaf in enumerate(leaves)], plan)
 
-        return call_for_item(bound.fun, on_arrays, [leaves[i] for i in ranked], self.lengths)
+        return call_for_item(call.fun, on_arrays, [leaves[i] for i in ranked], self.lengths)

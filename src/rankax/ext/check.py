@@ -320,7 +320,7 @@ def _pairs(
 
 def _evaluated(kernel: Any, call: KernelCall, floats: Mapping[int, Any]) -> Any:
     leaves = [floats.get(i, x) for i, x in enumerate(call.leaves)]
-    return kernel.run_bound(dataclasses.replace(call, leaves=leaves))
+    return kernel.run(dataclasses.replace(call, leaves=leaves))
 
 
 def _without_lost(want: Any, got: Any, kernel: Any, call: KernelCall) -> Any:
@@ -427,7 +427,7 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
         dims = them.ragged.dims if them.ragged else ()
         odd = _is_odd(spec, dims, options.where, gradient)
         odd = KernelSpec(*odd, {**given, **others}, spec.members)
-        found, first = kernel.run_bound(bind(odd, args, kwargs, takes_nodes=True))
+        found, first = kernel.run(bind(odd, args, kwargs, takes_nodes=True))
         count = int(found)
         flat = np.asarray(first.indices)[:count]
     indices = np.stack(np.unravel_index(flat, them.shape or (1,)), -1)[:, : len(them.shape)]

@@ -240,7 +240,7 @@ def _compiled(kernel: Any, call: KernelCall, gradient: bool) -> tuple[Any, tuple
     def outputs(floats: Any, arrays: Any) -> Any:
         given = {**arrays, **floats}
         own = shell.call(bare.spec, [given.get(i, x) for i, x in enumerate(values)])
-        return bare.run_bound(dataclasses.replace(own, cut=call.cut))
+        return bare.run(dataclasses.replace(own, cut=call.cut))
 
     # The scale of the cotangents is an argument, because XLA would fold a constant.
     def value(floats: Any, arrays: Any, scale: Any) -> Any:

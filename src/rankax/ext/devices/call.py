@@ -39,8 +39,8 @@ class OnDevices(Placement):
     def around(self, site: str) -> contextlib.AbstractContextManager[Any]:
         return committed_elsewhere(site, self.parts)
 
-    def put(self, values: Sequence[Any], bound: Call, options: Options) -> list[Any]:
-        whole, parts = bound.plan_whole(options), self.parts[0]
+    def put(self, values: Sequence[Any], call: Call, options: Options) -> list[Any]:
+        whole, parts = call.plan_whole(options), self.parts[0]
         # Its program cuts the axes that the devices do not divide.
         is_cut = {i for i in whole.mapped if not parts.longer}
         axes = {i: own[parts.axis] for i, own in zip(whole.mapped, whole.batch_axes, strict=True)}
@@ -52,12 +52,12 @@ class OnDevices(Placement):
         return SharedLayout(self.parts, whole)
 
 
-def devices_of(bound: Call, options: Options) -> OnDevices | None:
+def devices_of(call: Call, options: Options) -> OnDevices | None:
     """Return the devices that share the batch of a call, if several do."""
     devices = options.devices
-    if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
+    if devices is False or (devices is None and not any(map(is_spread, call.leaves))):
         return None
-    whole = bound.plan_whole(options)
+    whole = call.plan_whole(options)
     shape, reduced = whole.batch_shape, whole.reduced
     is_ordered = options.reduce is not None and options.reduce.are_ordered
 
@@ -69,12 +69,12 @@ def devices_of(bound: Call, options: Options) -> OnDevices | None:
     serves = list(filter(is_mergeable, range(len(shape))))
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
-    leaves = [bound.leaves[i] for i in whole.mapped]
-    parts = find_parts(devices, leaves, whole, serves, bound.site)
+    leaves = [call.leaves[i] for i in whole.mapped]
+    parts = find_parts(devices, leaves, whole, serves, call.site)
     odd = [each.axis for each in parts if each.axis not in serves]
     if odd and devices is not None:
         raise ValueError(
-            f"{bound.site}: {options.reduce} takes items in order, so only the first of the "
+            f"{call.site}: {options.reduce} takes items in order, so only the first of the "
             f"reduced axes {reduced} can be sharded, but axis {odd[0]} is"
         )
     parts = tuple(each for each in parts if each.axis in serves)

@@ -33,36 +33,36 @@ def plan_kernel(call: KernelCall) -> BatchPlan:
     return plan_of(call, options)
 
 
-def plan_of(bound: KernelCall, options: Options) -> BatchPlan:
+def plan_of(call: KernelCall, options: Options) -> BatchPlan:
     """Return what a call would do; the arguments may be shapes, for which tracers stand in."""
-    values, shell = bound.split()
+    values, shell = call.split()
     at = [i for i, value in enumerate(values) if isinstance(value, jax.ShapeDtypeStruct)]
     # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
     shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
     found: list[BatchPlan] = []
-    options = options_of(bound, options)
-    with on_mesh(bound.leaves), inside_call(options.target):
-        place = place_of(bound, options)
+    options = options_of(call, options)
+    with on_mesh(call.leaves), inside_call(options.target):
+        place = place_of(call, options)
         if not shapes:
-            return _planned(bound, options, place)
+            return _planned(call, options, place)
 
         def plan(arrays: list[Any]) -> None:
             given = dict(zip(at, arrays, strict=True))
-            own = shell.call(bound.kernel, [given.get(i, x) for i, x in enumerate(values)])
-            call = dataclasses.replace(bound, leaves=own.leaves, arguments=own.arguments)
-            found.append(_planned(call, options, place))
+            own = shell.call(call.kernel, [given.get(i, x) for i, x in enumerate(values)])
+            again = dataclasses.replace(call, leaves=own.leaves, arguments=own.arguments)
+            found.append(_planned(again, options, place))
 
         jax.eval_shape(plan, shapes)
     return found[0]
 
 
-def _planned(bound: KernelCall, options: Options, place: Placement) -> BatchPlan:
-    call = prepared(bound, options, place)
-    found = {"untouched": bound.untouched(), "filled": tuple(bound.lengths.items())}
-    if (plan := by_hand(call, options, place)) is not None:
+def _planned(call: KernelCall, options: Options, place: Placement) -> BatchPlan:
+    ready = prepared(call, options, place)
+    found = {"untouched": call.untouched(), "filled": tuple(call.lengths.items())}
+    if (plan := by_hand(ready, options, place)) is not None:
         return shown(plan, **found)
-    with observed(options, bound.name):
-        own = traced(call, options, place)
+    with observed(options, call.name):
+        own = traced(ready, options, place)
     whole = own.whole
     own, fitted = fit_apart(own)
     schedule = once.shown(fitted.plan, whole, own.hoisted) if own.hoisted else fitted.plan

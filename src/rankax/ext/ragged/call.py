@@ -261,7 +261,7 @@ class RaggedCall:
         dims = [self.dims.index(name) if name in self.dims else None for name in names]
         return list(zip(paths, dims, strict=True))
 
-    def bound(self, group: Group, reduce: Reductions | None = None) -> KernelCall:
+    def call_of(self, group: Group, reduce: Reductions | None = None) -> KernelCall:
         """Return the ordinary call of one group."""
         call, (roles, mapped, counts, whole) = self.call, self.arguments
         explicit = {name: x for name, x in call.kernel.explicit.items() if name != "bucket"}
@@ -277,17 +277,17 @@ class RaggedCall:
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
         given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
-        bound = bind(derived, (), given, shapes_only=True)
+        own = bind(derived, (), given, shapes_only=True)
         if self.is_last_reduced and self.is_filled and not self.is_direct:
-            bound.lengths = {len(self.dense.batch_shape) - 1: len(group.items)}
-        return bound
+            own.lengths = {len(self.dense.batch_shape) - 1: len(group.items)}
+        return own
 
-    def evaluate(self, bound: KernelCall) -> Any:
+    def evaluate(self, call: KernelCall) -> Any:
         """Evaluate the call of one group."""
         if self.compiled is not None:
-            return self.compiled(bound)
-        bound = dataclasses.replace(bound, is_kept=not self.is_staged)
-        return evaluate(bound, bound.kernel.options())
+            return self.compiled(call)
+        call = dataclasses.replace(call, is_kept=not self.is_staged)
+        return evaluate(call, call.kernel.options())
 
 
 def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:

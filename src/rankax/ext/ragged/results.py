@@ -42,10 +42,10 @@ def call_ragged(
     check_declared_outputs(ragged)
     if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
         return _reduced(ragged, reductions)
-    bounds = list(map(ragged.bound, ragged.groups))
-    if len(bounds) == 1:
-        _check_same_outputs(ragged, bounds)
-    outs = list(map(ragged.evaluate, bounds))
+    calls = list(map(ragged.call_of, ragged.groups))
+    if len(calls) == 1:
+        _check_same_outputs(ragged, calls)
+    outs = list(map(ragged.evaluate, calls))
     if reductions is None:
         return _in_order(ragged, outs, len(ragged.dense.batch_shape) - 1)
     if ragged.is_direct:
@@ -164,14 +164,14 @@ def check_declared_outputs(ragged: RaggedCall) -> None:
             )
 
 
-def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[KernelCall]) -> None:
+def _check_same_outputs(ragged: RaggedCall, calls: Sequence[KernelCall]) -> None:
     """Refuse outputs that depend on the padded length, where their shapes do not show it."""
-    last = bounds[-1]
-    if len(bounds) == 1:
+    last = calls[-1]
+    if len(calls) == 1:
         (group,) = ragged.groups
-        last = ragged.bound(Group(group.items, tuple(n + 1 for n in group.lengths)))
+        last = ragged.call_of(Group(group.items, tuple(n + 1 for n in group.lengths)))
     options = ragged.options.replace(batch_shape=None)
-    pair = [dataclasses.replace(each, lengths={}) for each in (bounds[0], last)]
+    pair = [dataclasses.replace(each, lengths={}) for each in (calls[0], last)]
     items = [each.trace(each.plan_whole(options)) for each in pair]
     avals = [item.closed.out_avals for item in items]
     named = ragged.dims_of(items[0].out_tree.unflatten(avals[0]))
@@ -200,17 +200,17 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     # The number of items decides the type of indices, and must not be part of the program.
     of_run = total if ragged.compiled is None else max(total, 2**31 - 1)
     of_run = max(of_run, reductions.of_run or 0)
-    bounds = [ragged.bound(group, reductions.for_runs(of_run)) for group in ragged.groups]
-    _check_same_outputs(ragged, bounds)
+    calls = [ragged.call_of(group, reductions.for_runs(of_run)) for group in ragged.groups]
+    _check_same_outputs(ragged, calls)
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
     options = ragged.options.replace(batch_shape=None)
     of_item = reductions.for_runs(reductions.of_run or total)
-    item = bounds[0].trace(bounds[0].plan_whole(options), of_item)
+    item = calls[0].trace(calls[0].plan_whole(options), of_item)
     runs = RunStates(reductions, item.outputs, ())
     batch = len(plan.batch_shape) - len(plan.reduced)
     states, kept = list[list[Any]](), list[list[Any]]()
-    for bound in bounds:
-        values = reductions.structure.flatten_up_to(ragged.evaluate(bound))
+    for own in calls:
+        values = reductions.structure.flatten_up_to(ragged.evaluate(own))
         pairs = list(zip(reductions.entries, values, strict=True))
         states.append([() if entry.is_kept else value for entry, value in pairs])
         kept.append([value if entry.is_kept else () for entry, value in pairs])
@@ -247,8 +247,8 @@ def plan_ragged(call: KernelCall, compiled: Compiled | None) -> BatchPlan:
     """Return what `call_ragged` would do."""
     ragged = RaggedCall.of(call, compiled)
     parts = [
-        plan_of(bound, bound.kernel.options())
-        for bound in (ragged.bound(group) for group in ragged.groups)
+        plan_of(own, own.kernel.options())
+        for own in (ragged.call_of(group) for group in ragged.groups)
     ]
     groups = [(len(group.items), group.lengths) for group in ragged.groups]
     notes: list[str] = []

@@ -283,22 +283,22 @@ _MOST_BYTES = 2**19
 
 
 def by_component(
-    leaves: Sequence[Any], specs: Sequence[Level]
+    leaves: Sequence[Any], levels: Sequence[Level]
 ) -> tuple[list[Any], tuple[Level, ...]]:
     """Store small vectors by component if a loop reads them again; return where the items are."""
-    stored, changed = list(leaves), list(specs)
-    if any(spec.walker for spec in specs):
+    stored, changed = list(leaves), list(levels)
+    if any(level.walker for level in levels):
         return stored, tuple(changed)  # items are read one by one
     for i, leaf in enumerate(leaves):
-        number, *others = [n for n, spec in enumerate(specs) if spec.in_axes[i] is not None]
-        spec, around = changed[number], specs[:number]
-        axis, is_loop = spec.in_axes[i], spec.reduced and spec.is_loop and not others
+        number, *others = [n for n, level in enumerate(levels) if level.in_axes[i] is not None]
+        level, around = changed[number], levels[:number]
+        axis, is_loop = level.in_axes[i], level.reduced and level.is_loop and not others
         # Kept levels are outside of those that are reduced.
         is_again = is_loop and bool(around)
         if axis is not None and is_again and _is_small_vector(leaf, axis):
             stored[i] = jnp.moveaxis(leaf, axis, -1)
-            in_axes = (*spec.in_axes[:i], jnp.ndim(leaf) - 1, *spec.in_axes[i + 1 :])
-            changed[number] = dataclasses.replace(spec, in_axes=in_axes)
+            in_axes = (*level.in_axes[:i], jnp.ndim(leaf) - 1, *level.in_axes[i + 1 :])
+            changed[number] = dataclasses.replace(level, in_axes=in_axes)
     return stored, tuple(changed)
 
 

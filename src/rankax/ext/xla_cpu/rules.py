@@ -152,10 +152,10 @@ class XlaCpu(Rules):
         return library.IS_TUNED and kept_residuals.slices_again(jaxpr)
 
     def stored(
-        self, leaves: Sequence[Any], specs: tuple[Level, ...]
+        self, leaves: Sequence[Any], levels: tuple[Level, ...]
     ) -> tuple[list[Any], tuple[Level, ...]]:
         of = kept_values.by_component if library.IS_TUNED else super().stored
-        return of(leaves, specs)
+        return of(leaves, levels)
 
     def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
         is_extreme = isinstance(step.accumulator, Chosen)
