@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant("broadcast", "comparison", "auto_vmap"),
     # Each argument's own work.
     Mutant("pieces", "always true", "once::what_calls_back_is_not_moved"),
-    Mutant("is_possible", "comparison", "once::options_that_leave_work_where_it_is", 2),
+    Mutant("has_room", "comparison", "once::a_limit_without_room_for_results"),
     # Random keys.
     Mutant("chunk_at", "right operand", "keys::items_draw_what_split_keys_draw"),
     Mutant("number_of", "nothing listed", PARTS),

@@ -88,8 +88,8 @@ def prepared(call: Call, options: Options, place: Placement) -> Call:
     is_chosen = options.memory_limit is not None or options.chunk_size == AUTO
     if is_chosen and not whole.is_empty:
         options = fit(traced(call, options, place)).options
-    parts = [call.part(whole, shape) for shape in place.layout(whole, None).shapes()]
-    lengths = sorted({part.plan(options).in_flight for part in parts})
+    parts = map(whole.part, place.layout(whole, None).shapes())
+    lengths = sorted({part.cut(*sizes_of(options, WHOLE_CHUNKS)).in_flight for part in parts})
     return dataclasses.replace(call, form=Batched(tuple(lengths)))
 
 
@@ -130,7 +130,8 @@ class Traced(NamedTuple):
     whole: Plan  # of the whole batch, without chunks
     item: ItemProgram
     layout: Layout
-    hoisted: tuple[once.Hoisted, ...] = ()  # evaluated before; item and plan are of the rest
+    part: Plan  # of the part of a device, without chunks
+    apart: once.Apart | None = None  # some is hoisted, and the rest is walked
 
 
 def traced(call: Call, options: Options, place: Placement) -> Traced:
@@ -140,7 +141,9 @@ def traced(call: Call, options: Options, place: Placement) -> Traced:
     whole = call.plan_whole(options)
     with place.inside():
         item = call.trace(whole, options.reduce)
-    return Traced(call, options, place, whole, item, place.layout(whole, item))
+    layout = place.layout(whole, item)
+    part = whole.part(layout.shapes()[-1]) if layout else whole
+    return Traced(call, options, place, whole, item, layout, part)
 
 
 class Fitted(NamedTuple):
@@ -154,20 +157,18 @@ class Fitted(NamedTuple):
 
 def fit(own: Traced) -> Fitted:
     """Choose what walks the items, then how many at once: a limit measures what will run."""
-    call, options, item, layout = own.call, own.options, own.item, own.layout
+    call, options, layout = own.call, own.options, own.layout
     if own.whole.is_empty:
         return Fitted(own.whole, options, {}, is_walked=True)
-    part = call.part(own.whole, layout.shapes()[-1]) if layout else call
-    whole = part.plan_whole(options) if layout else own.whole
-    found: dict[str, Any] = {}
+    item, whole = (own.apart.item, own.apart.plan) if own.apart else (own.item, own.part)
+    jaxpr, found = item.closed.jaxpr, dict[str, Any]()
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
-    tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(item.closed.jaxpr, updated)
+    tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(jaxpr, updated)
     if options.hoist and tiles.forward:
-        tiles = tiles._replace(side=once.side_of_tiles(item.closed.jaxpr, whole))
+        tiles = tiles._replace(side=once.side_of_tiles(jaxpr, whole))
 
     def plan_of(chunk_size: Any, /) -> Plan:
-        sized = options.replace(chunk_size=chunk_size)
-        return own.whole.cut(*sizes_of(sized, tiles)) if own.hoisted else part.plan(sized, tiles)
+        return whole.cut(*sizes_of(options.replace(chunk_size=chunk_size), tiles))
 
     changes_item = options.cpu_math and cpu_math.is_on(options)
     if not options.lockstep:
@@ -179,10 +180,11 @@ def fit(own: Traced) -> Fitted:
         size = memory.default_size(item, options, whole, tiles)
         options = options.replace(chunk_size=size)
     if options.memory_limit is not None:
-        walks = functools.partial(walk_of, inputs=own.whole.mapped)
+        part = call.part(own.whole, layout.shapes()[-1]) if layout else call
+        nest = functools.partial(_nest, own)
         of_lengths = functools.partial(_item_of_lengths, own)
         found["memory"] = chosen = memory.within_limit(
-            item, options, part, own.whole.mapped, plan_of, walks, of_lengths, whole
+            own.item, options, part, own.whole.mapped, plan_of, nest, of_lengths, whole
         )
         checkpoint = False if chosen.stored else options.checkpoint
         options = options.replace(chunk_size=chosen.chunk_size, checkpoint=checkpoint)
@@ -194,14 +196,16 @@ def fit(own: Traced) -> Fitted:
 
 def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
     """Choose how a call runs, with what is hoisted out of its loops."""
-    fitted, options = fit(own), own.options
-    is_asked = options.hoist and fitted.plan.has_loop and options.memory_limit is None
-    is_plain = options.lockstep and not (options.batched or own.layout or own.call.lengths)
-    if not (is_asked and is_plain and once.is_possible(own.whole, own.item)):
-        return own, fitted
-    if (apart := once.hoist(own.item, own.whole)) is None:
-        return own, fitted
-    own = own._replace(item=apart.item, whole=apart.plan, hoisted=apart.hoisted)
+    options, fitted = own.options, None
+    if options.memory_limit is None:  # otherwise, only what will run is measured
+        fitted = fit(own)
+        if not (fitted.plan.has_loop or fitted.plan.walked):
+            return own, fitted
+    is_asked = options.hoist and not (options.batched or own.call.lengths or own.part.is_empty)
+    apart = once.hoist(own.item, own.part) if is_asked else None
+    if apart is None or not memory.has_room(options, apart.bytes):
+        return own, fitted or fit(own)
+    own = own._replace(apart=apart)
     return own, fit(own)
 
 
@@ -213,15 +217,11 @@ def _item_of_lengths(own: Traced, *lengths: int) -> ItemProgram:
     return traced(call, own.options, own.place).item
 
 
-def walk_of(
-    plan: Plan,
-    options: Options,
-    observer: Observer | None = None,
-    *,
-    inputs: tuple[int, ...],
-    differentiable: bool = True,
-) -> Nest:
-    """Return what walks the levels of a plan: nested maps and loops, or lanes."""
+def walk_of(plan: Plan, options: Options, inputs: tuple[int, ...], **own: Any) -> Nest:
+    """Return what walks the levels of a plan: nested maps and loops, or lanes.
+
+    ``own``: see `rankax.core.walk.nest_of`.
+    """
     has_math = options.cpu_math and cpu_math.is_on(options)
     passes: tuple[Pass, ...] = (cpu_math.PASS,) if has_math else ()
     passes = passes if options.lockstep else (*passes, lanes.REVERSE)
@@ -233,9 +233,34 @@ def walk_of(
         passes=passes,
         takes_chunks=options.batched,
         checkpoint=options.checkpoint is not False,
-        differentiable=differentiable,
-        observer=observer,
+        **own,
     )
+
+
+def _nest(
+    own: Traced,
+    plan: Plan,
+    options: Options,
+    observer: Observer | None = None,
+    *,
+    differentiable: bool = True,
+) -> Nest:
+    """Return what walks a call: first what is hoisted, then the rest."""
+    how = {"observer": observer, "differentiable": differentiable}
+    if own.apart is None:
+        return walk_of(plan, options, own.whole.mapped, **how)
+    first: list[Nest] = []
+    of_map = options.replace(reduce=None)
+    for each in own.apart.hoisted:
+        _, in_lanes = lanes.planner(each.item, of_map, each.plan)
+        tiles = options.rules.tiles(each.item.closed.jaxpr, 0)
+        of_piece = each.plan.cut(options.most, tiles)
+        if in_lanes and not options.lockstep:
+            of_piece = in_lanes(options.chunk_size)
+        inputs = each.plan.mapped
+        first.append(walk_of(of_piece, of_map, inputs, differentiable=differentiable))
+    before = once.Before(own.part, own.apart.chosen, tuple(first))
+    return walk_of(plan, options, own.apart.plan.mapped, before=before, **how)
 
 
 def _walked(own: Traced, observer: Observer | None) -> Any:
@@ -263,31 +288,20 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
 
 def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    call, whole, layout = own.call, own.whole, own.layout
     own, fitted = fit_apart(own)
     if not fitted.is_walked:
         return None
-    options = fitted.options
+    options, layout = fitted.options, own.layout
     if not options.on_cpu:
         memory.warn_of_small_steps(own.item, fitted.plan)
     if observer is not None:
         is_shown = layout or fitted.plan.steps > 1
         observer = observer.of_parts(layout.count) if is_shown else None
-
-    def walk(plan: Plan, observer: Observer | None = None) -> Nest:
-        plan = dataclasses.replace(plan, splits=whole.splits)  # numbered within the whole batch
-        return walk_of(plan, options, observer, inputs=own.whole.mapped, differentiable=not is_now)
-
     *others, shape = layout.shapes()
-    walks = {other: walk(call.part(whole, other).plan(options)) for other in others}
-    walks[shape] = walk(fitted.plan, observer)
+    alone, walks = own._replace(apart=None), dict[Any, Nest]()
+    for other in others:  # one item along an axis
+        plan = own.whole.part(other).cut(*sizes_of(options, WHOLE_CHUNKS))
+        walks[other] = _nest(alone, plan, options, differentiable=not is_now)
+    walks[shape] = _nest(own, fitted.plan, options, observer, differentiable=not is_now)
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
-    program = functools.partial(layout.walk, walks)
-    if not own.hoisted:
-        return program
-    first: list[Nest] = []
-    for each in own.hoisted:
-        plan = each.plan.cut(options.most, options.rules.tiles(each.item.closed.jaxpr, 0))
-        of_map = options.replace(reduce=None)
-        first.append(walk_of(plan, of_map, inputs=each.plan.mapped, differentiable=not is_now))
-    return once.before(program, whole, own.hoisted, first)
+    return functools.partial(layout.walk, walks)

@@ -182,23 +182,50 @@ def test_what_calls_back_is_not_moved(name):
     assert programs[0] == programs[1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"memory_limit": "1 MB", "reduce": "sum"},
-        {"where": "ok", "reduce": {"v": "sum", "ok": "any"}, "chunk_size": 10},
-    ],
-    ids=["memory_limit", "where"],
-)
-def test_options_that_leave_work_where_it_is(options):
+OPTIONS = {
+    "memory_limit": {"memory_limit": "200 kB"},
+    "lanes": {"lockstep": False},
+    "cpu_math": {"cpu_math": True},
+}
+
+
+@pytest.mark.parametrize("call", ["a map", "a sum of rows", "a sum of columns", "all"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_hoist_too(name, call):
+    kernel, call = KERNELS["two nets"], {**CALLS[call], **OPTIONS[name]}
+    call = {k: v for k, v in call.items() if k != "chunk_size" or "memory_limit" not in call}
+    x, y = jnp.tile(X, (3, 1)), jnp.tile(Y, (3, 1))
+    options = {k: v for k, v in call.items() if k not in ("reduce", "reduce_axis")}
+    mine = calls_of(kernel, call)
+    plain = by_hand(kernel, {k: v for k, v in call.items() if k not in options})
+    assert_same(mine(x, y), plain(x, y), rtol=2e-5, atol=2e-5)
+    gradients = (jax.jit(jax.grad(functools.partial(total, f), (0, 1))) for f in (mine, plain))
+    assert_same(*(gradient(x, y) for gradient in gradients), rtol=2e-4, atol=2e-4)
+    if name != "cpu_math":  # which has no tanh
+        assert computed(mine, x, y) <= (len(x) + len(y) + 30) * 36
+
+
+def test_lanes_of_what_is_hoisted():
+    def steps(x):
+        return jax.lax.while_loop(lambda z: jnp.sum(z * z) > 1e-2, lambda z: jnp.tanh(z) / 2, x)
+
+    def kernel(x, y):
+        return jnp.sum(steps(x)[:2] * steps(y)[1:])
+
+    mine = calls_of(kernel, {"reduce": "sum", "reduce_axis": -1}, lockstep=False, chunk_size=8)
+    plain = by_hand(kernel, {"reduce": "sum", "reduce_axis": -1})
+    assert_same(mine(X, Y), plain(X, Y), rtol=1e-5, atol=1e-5)
+    loops = str(jax.make_jaxpr(mine)(X, Y)).count("while[")
+    assert loops >= 2
+
+
+def test_masks_leave_work_in_the_loop():
     def kernel(x, y):
         return {"v": KERNELS["two nets"](x, y), "ok": jnp.sum(x) > 0}
 
-    options = {**options, "reduce": options["reduce"] if "where" in options else None}
-    options = {name: value for name, value in options.items() if value is not None}
-    kinds = (calls_of(kernel, options, hoist=hoist) for hoist in (True, False))
-    first, second = (str(jax.make_jaxpr(kind)(X, Y)) for kind in kinds)
-    assert first == second
+    call = {"where": "ok", "reduce": {"v": "sum", "ok": "any"}, "chunk_size": 10}
+    plan = auto_vmap(x=1, y=1, **call)(kernel).plan(X[:, None], Y)
+    assert not any("once for each" in note for note in plan.notes)
 
 
 def test_keys_draw_the_same_numbers():
@@ -244,11 +271,20 @@ def test_results_that_are_too_large_are_computed_again():
         return jnp.sum(jnp.tanh(jnp.outer(x, x)) + jnp.tanh(jnp.outer(y, y)))
 
     x, y = (jax.ShapeDtypeStruct((300, *more, 256), jnp.float32) for more in ((1,), ()))
-    programs = [
-        str(jax.make_jaxpr(auto_vmap(x=1, y=1, chunk_size=100, hoist=h)(kernel))(x, y))
-        for h in (True, False)
+    numbers = [
+        computed(auto_vmap(x=1, y=1, chunk_size=100, hoist=h)(kernel), x, y) for h in (True, False)
     ]
-    assert programs[0] == programs[1]
+    # In chunks of 10 x 10 pairs, each is computed again for each row and each column of a chunk.
+    assert numbers[0] <= 300 * 300 // 10 * 256**2 * 2 * 1.5
+    assert numbers[1] > 300 * 300 * 256**2
+
+
+def test_a_limit_without_room_for_results():
+    kernel = auto_vmap(x=1, y=1, memory_limit="30 kB")(KERNELS["two nets"])
+    x, y = jnp.tile(X, (20, 1)), jnp.tile(Y, (10, 1))
+    assert not any("once for" in note for note in kernel.plan(x[:, None], y).notes)
+    roomy = kernel.with_options(memory_limit="100 kB").plan(x[:, None], y)
+    assert any("once for" in note for note in roomy.notes)
 
 
 def test_a_plan_names_what_is_evaluated_once():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from helpers import weekly
@@ -207,3 +208,29 @@ def test_winners_send_what_they_did(mesh):
         with naming(reduction):
             assert found == {"all-reduce": 1, "all-gather": found["all-gather"]}
             assert found["all-gather"] <= 2
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_where_of_arguments_with_one_item_in_a_part(devices):
+    """An argument that no level of a part maps is a constant there, for items that do not count."""
+    x, y = jnp.array([[1.0], [2.0]]), jnp.ones((2, 2))
+    i = jnp.array([False, True])
+    kernel = auto_vmap(
+        x=0, y=0, i=0, reduce="sum", where="ok", chunk_size=1, devices=devices, jit=True
+    )(lambda x, y, i: {"v": decayed(x) * y, "ok": i})
+    found = jax.grad(lambda x: kernel(x, y, i)["v"])(x)
+    np.testing.assert_allclose(found, 1 + 0.5 * x + 1, rtol=1e-6)  # of one item each
+
+
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_half_precision_in_buckets_on_devices(reduce):
+    """What items share has 32 bits on a device, and items that have numbers take it as it was."""
+    w, x = jnp.bfloat16(3), jnp.arange(1.0, 7.0)
+    options = {"chunk_size": 2, "devices": 3, "bucket": True, "jit": True, "reduce": reduce}
+    options = {k: v for k, v in options.items() if v is not None}
+    kernel = auto_vmap(None, 0, **options)(lambda w, x: lax.mul(w, w).astype(x.dtype) * x)
+    expected = 9 * x if reduce is None else jnp.sum(9 * x)
+    np.testing.assert_allclose(kernel(w, x), expected, rtol=1e-6)
+    found = jax.grad(lambda w: jnp.sum(kernel(w, x)))(w)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found, 6 * 21)

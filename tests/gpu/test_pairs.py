@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """All pairs of 100,000 points with default options on an H100: bounded memory, few launches."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,7 @@ from cases import compiled, distance, gradient, modes
 from h100 import shaped
 from hlo import launched
 from rankax import auto_vmap
+from rankax.ext.equations import operations
 from rankax.reductions import BottomK, Moments
 
 N = 100_000
@@ -55,6 +58,30 @@ def test_default_options(name):
 def test_the_gradient_of_a_choice_stores_no_pairs():
     call = gradient(mapped(distance, "min", (POINTS, POINTS)), POINTS, POINTS)
     assert compiled(call, POINTS, POINTS).temporaries < 2.1e6
+
+
+def test_a_net_is_evaluated_once_for_each_point():
+    weights = [jnp.ones(shape) for shape in ((3, 64), (64, 3))]
+
+    def net(x):
+        return jnp.tanh(x @ weights[0]) @ weights[1]
+
+    call = mapped(lambda x, y: jnp.exp(-distance(net(x), net(y))), "sum", (POINTS, POINTS))
+    for fun, passes in ((call, 1), (gradient(call, POINTS, POINTS), 2)):
+        found = operations(jax.make_jaxpr(fun)(POINTS, POINTS).jaxpr)
+        tanhs = [each for each in found if each.name == "tanh" and not each.calls]
+        numbers = sum(each.times * each.eqn.outvars[0].aval.size for each in tanhs)
+        assert numbers <= passes * 2 * N * 64
+
+
+def test_pairs_that_multiply_are_products_of_matrices():
+    points = shaped(N, 64)
+    call = mapped(lambda x, y: jnp.exp(x @ y), "sum", (points, points))
+    text = jax.jit(call).trace(points, points).lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    rows = [re.findall(r"tensor<(\d+)x(\d+)xf32>", line)[-1] for line in products]
+    assert rows
+    assert all(int(n) >= 64 and int(m) >= 64 for n, m in rows)
 
 
 # What a step launches, and why. Sums over rows of 100,000 are made in parts, and then the parts.

@@ -442,9 +442,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         Evaluate what depends on fewer batch axes than an item over those axes only, before the
         loop, as `jax.vmap` does: in ``exp(-|net(x) - net(y)|**2)``, ``net(y)`` once for each ``y``,
         not once for each pair. Its results are kept, up to 64 MB or eight times the arguments and
-        outputs, and ``plan`` shows them. Nothing is moved with ``memory_limit``, several devices,
-        ``where=`` or ``lockstep=False``. Chunks of pairs that multiply have as many rows as columns
-        on a CPU. ``False``: evaluate everything of an item for each item, in other chunks.
+        outputs, and ``plan`` shows them; ``memory_limit`` counts them. Nothing is moved with
+        ``where=``, ``batched=True`` or ``bucket=``. Chunks of pairs that multiply, or whose work
+        cannot be moved, have as many rows as columns on a CPU. ``False``: evaluate everything of an
+        item for each item, in other chunks.
 
     Devices
     -------

@@ -47,6 +47,9 @@ class Nest:
         What changes the program of an item.
     takes_chunks : bool
         Whether the program of an item calls the kernel with all items of a chunk.
+    before : callable or None
+        What evaluates a part of an item over fewer axes: returns the item that is walked, and its
+        inputs.
     """
 
     plan: Plan
@@ -56,6 +59,7 @@ class Nest:
     rules: Rules = NO_RULES
     passes: tuple[Pass, ...] = ()
     takes_chunks: bool = False
+    before: Callable[[ItemProgram, Sequence[Any]], tuple[ItemProgram, list[Any]]] | None = None
 
     @property
     def walker(self) -> Walker | None:
@@ -78,6 +82,8 @@ class Nest:
             The outputs; with ``reductions``, one value for each of them. Kept axes of the batch
             come first; outputs that are kept whole have all axes of the batch.
         """
+        if self.before is not None:
+            item, leaves = self.before(item, leaves)
         if self.plan.in_flight > 1:
             item.check_order()
         arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
@@ -235,10 +241,10 @@ class _Walk:
 
     def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
         consts, mapped, others = operands
-        plan, row = self.nest.plan, self._row(others)
+        plan, row = self.nest.plan, self._row(len(consts), tuple(others))
 
         def fun(*items: Any) -> list[Any]:
-            return row.values(consts, items, back=back)
+            return row.values([*consts, *others.values()], items, back=back)
 
         entries = row.reductions.entries
         kept = [level for level in self.nest.plan.levels if not level.reduced]
@@ -263,10 +269,16 @@ class _Walk:
             for entry, value in zip(entries, values, strict=True)
         ]
 
-    def _row(self, others: Mapping[int, Any]) -> RowReduction:
+    def _row(self, count: int, others: tuple[int, ...]) -> RowReduction:
+        """Return the reduction of a row, for which inputs that no level maps are constants too."""
         assert self.nest.reductions is not None
+
+        def item_of(consts: Sequence[Any]) -> Callable[..., list[Any]]:
+            own = dict(zip(others, consts[count:], strict=True))
+            return self._of_items(consts[:count], own)
+
         return RowReduction(
-            lambda consts: self._of_items(consts, others),
+            item_of,
             tuple([level for level in self.nest.plan.levels if level.reduced]),
             self.item.outputs,
             self.nest.reductions,
@@ -326,7 +338,7 @@ class _Walk:
         if any(map(is_narrow, (*consts, *some, *others.values()))):
             return False
         if self.nest.reductions is not None:
-            row = self._row({})
+            row = self._row(0, ())
             stored, _ = self._stored(list(mapped))
             as_jax_does = row.is_at_once and not (loops and row.chooses_few)
             if not (row.is_linear or as_jax_does) or stored.nest != self.nest:
@@ -357,6 +369,7 @@ def nest_of(
     rules: Rules = NO_RULES,
     passes: tuple[Pass, ...] = (),
     takes_chunks: bool = False,
+    before: Any = None,
     checkpoint: bool = True,
     differentiable: bool = True,
     observer: Observer | None = None,
@@ -369,7 +382,7 @@ def nest_of(
         Whether a reverse pass computes each chunk again.
     observer : Observer, optional
         Who is told of the steps of the outermost loop.
-    plan, inputs, reductions, rules, passes, takes_chunks, differentiable
+    plan, inputs, reductions, rules, passes, takes_chunks, before, differentiable
         As in `Nest`.
     """
     levels: list[Level] = []
@@ -388,4 +401,4 @@ def nest_of(
         )
         observer = None if may_report else observer
     plan = dataclasses.replace(plan, levels=tuple(levels))
-    return Nest(plan, inputs, reductions, differentiable, rules, passes, takes_chunks)
+    return Nest(plan, inputs, reductions, differentiable, rules, passes, takes_chunks, before)

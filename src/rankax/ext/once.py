@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,12 +71,21 @@ class Apart(NamedTuple):
     plan: Plan  # of the rest, without chunks
     item: ItemProgram  # the rest
 
+    @property
+    def chosen(self) -> tuple[Axes, ...]:
+        """The axes of each piece."""
+        return tuple([own.axes for own in self.hoisted])
 
-def is_possible(plan: Plan, item: ItemProgram) -> bool:
-    """Whether a call has arguments whose own work may be moved."""
-    has_axes = sum(size > 1 for size in plan.batch_shape) > 1
-    counts = any(own.mask is not None for own in item.outputs)
-    return has_axes and not counts and not item.closed.effects
+    @property
+    def bytes(self) -> int:
+        """What the results of all pieces take."""
+        return sum(own.bytes for own in self.hoisted)
+
+
+def _has_sides(plan: Plan, jaxpr: Jaxpr) -> bool:
+    """Whether items have several axes, each input has some of them, and order is free."""
+    has_axes = sum(size > 1 for size in plan.batch_shape) > 1 and not jaxpr.effects
+    return has_axes and len(jaxpr.invars) == len(plan.mapped) + len(plan.splits)
 
 
 def pieces(
@@ -145,13 +154,15 @@ def _variables(values: Sequence[Any]) -> list[Any]:
 
 def _operations(eqn: Any) -> int:
     """Return about how many operations an equation takes."""
-    name, (out, *_) = eqn.primitive.name, eqn.outvars
+    name = eqn.primitive.name
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * _size(out) * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        return (
+            2 * _size(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        )
     if name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
-        return 2 * _size(out) * kernel.size // kernel.shape[numbers.rhs_spec[0]]
+        return 2 * _size(eqn.outvars[0]) * kernel.size // kernel.shape[numbers.rhs_spec[0]]
     return numbers_of(eqn) * (_FUNCTION if name in FUNCTIONS or name in LIBRARIES else 1)
 
 
@@ -175,6 +186,9 @@ def hoist(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -
     without them do, have the same pieces.
     """
     jaxpr = item.closed.jaxpr
+    counts = any(own.mask is not None for own in item.outputs)
+    if counts or not _has_sides(plan, jaxpr):
+        return None
     found, rest = pieces(jaxpr, plan, chosen)
     by_position = {leaf.position: leaf for leaf in plan.leaves}
     leaf_of = {v: by_position[i] for v, i in zip(jaxpr.invars, plan.mapped, strict=False)}
@@ -206,33 +220,35 @@ def hoist(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -
     return Apart(tuple(hoisted), plan, dataclasses.replace(item, closed=closed))
 
 
-def before(
-    program: Callable[..., Any], whole: Plan, hoisted: Sequence[Hoisted], walks: Sequence[Nest]
-) -> Callable[[ItemProgram, Sequence[Any]], Any]:
-    """Return the program of a call, which evaluates what is hoisted, and then the rest.
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What evaluates the pieces that are hoisted, before the rest is walked.
 
-    Parameters
+    JAX keeps it, so it holds no program of an item.
+
+    Attributes
     ----------
-    program : callable
-        Evaluates the rest, from its item and its leaves.
-    whole : Plan
-        Of the call as it was, without chunks.
-    hoisted : sequence of Hoisted
-    walks : sequence of Nest
-        What walks each of them.
+    plan : Plan
+        Of the item as it was, without chunks.
+    chosen : tuple of Axes
+        Those of each piece.
+    nests : tuple of Nest
+        What walks each piece.
     """
-    chosen = [own.axes for own in hoisted]  # JAX keeps the program, so it holds no item
 
-    def run(item: ItemProgram, leaves: Sequence[Any]) -> Any:
-        apart = hoist(item, whole, chosen)
+    plan: Plan
+    chosen: tuple[Axes, ...]
+    nests: tuple[Nest, ...]
+
+    def __call__(self, item: ItemProgram, leaves: Sequence[Any]) -> tuple[ItemProgram, list[Any]]:
+        """Return the rest of an item, and its inputs, of which some are results of pieces."""
+        apart = hoist(item, self.plan, self.chosen)
         assert apart is not None
-        values = dict(zip(whole.mapped, leaves, strict=True))
-        for own, walk in zip(apart.hoisted, walks, strict=True):
-            outs = walk.walk(own.item, [values[i] for i in own.plan.mapped])
+        values = dict(zip(self.plan.mapped, leaves, strict=True))
+        for own, nest in zip(apart.hoisted, self.nests, strict=True):
+            outs = nest.walk(own.item, [values[i] for i in own.plan.mapped])
             values |= {leaf.position: x for leaf, x in zip(own.makes, outs, strict=True)}
-        return program(apart.item, [values[i] for i in apart.plan.mapped])
-
-    return run
+        return apart.item, [values[i] for i in apart.plan.mapped]
 
 
 def shown(plan: Plan, whole: Plan, hoisted: Sequence[Hoisted]) -> Plan:
@@ -277,11 +293,16 @@ def notes(hoisted: Sequence[Hoisted]) -> list[str]:
 
 
 def side_of_tiles(jaxpr: Jaxpr, plan: Plan) -> int | None:
-    """Return the sides of a tile of items that multiply what they have of two axes; None: any.
+    """Return the sides of a tile whose items share work along an axis; None: any will do.
 
-    Each step is one product of matrices then, whose operands and results stay in the cache.
+    Items that multiply what they have of two axes are one product of matrices then, whose operands
+    and results stay in the cache. What was not hoisted is evaluated once for each row of the tile,
+    and once for each column.
     """
-    on, most = _axes(jaxpr, plan), 0
+    if not _has_sides(plan, jaxpr):
+        return None
+    on = _axes(jaxpr, plan)
+    most = max([sum(map(_size, piece.makes)) for piece in pieces(jaxpr, plan)[0]], default=0)
     for eqn in jaxpr.eqns:
         own = [frozenset() if isinstance(v, Literal) else on[v] for v in eqn.invars]
         on |= dict.fromkeys(eqn.outvars, frozenset[int]().union(*own))

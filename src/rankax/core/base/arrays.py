@@ -167,8 +167,14 @@ def gated(counts: jax.Array, x: Any) -> Any:
 
 
 def gated_if_small(counts: jax.Array, x: Any) -> Any:
-    """Return the same of a small array that items share; each has a cotangent of its own then."""
-    return gated(counts, x) if not is_ref(x) and jnp.size(x) <= SMALL else x
+    """Return the same of a small array that items share; each has a cotangent of its own then.
+
+    These are added with at least 32 bits.
+    """
+    if is_ref(x) or jnp.size(x) > SMALL:
+        return x
+    own = gated(counts, in_32_bits(x))
+    return own if own.dtype == x.dtype else own.astype(x.dtype)
 
 
 SMALL = 64  # numbers of an array that items share, of which each has a cotangent of its own

@@ -550,6 +550,20 @@ class Plan:
         """Whether chunks are evaluated one after another."""
         return any(level.is_loop for level in self.levels)
 
+    def part(self, shape: Shape) -> Self:
+        """Return the plan of a part of the batch, of this shape, without chunks."""
+
+        def of(leaf: LeafPlan) -> LeafPlan:
+            sizes = self.batch_shape[len(shape) - len(leaf.batch_axes) :]
+            pairs = list(zip(leaf.batch_axes, sizes, shape[len(shape) - len(sizes) :], strict=True))
+            # Stretched axes alone are none, or they would be axes of a part of 1 item.
+            is_mapped = any(n == size for n, size, _ in pairs)
+            own = tuple([new if n == size else n for n, size, new in pairs]) if is_mapped else ()
+            return dataclasses.replace(leaf, batch_axes=own)
+
+        leaves = tuple(map(of, self.leaves))
+        return dataclasses.replace(self, batch_shape=shape, leaves=leaves).cut(None)
+
     def cut(self, chunk_size: int | None, tiles: Tiles = WHOLE_CHUNKS) -> Self:
         """Return the plan with at most ``chunk_size`` items in flight.
 

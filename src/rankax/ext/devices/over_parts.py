@@ -38,6 +38,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from rankax.core.base.arrays import SMALL, as_weak, counted, gated, in_32_bits
@@ -45,7 +46,7 @@ from rankax.core.loop.spec import number_of
 from rankax.core.plan.schedule import Plan, Shape
 from rankax.core.protocols import Layout
 from rankax.core.reduce.run import Reductions
-from rankax.core.trace.programs import ItemProgram
+from rankax.core.trace.programs import ItemProgram, evaluate, with_variables
 from rankax.core.walk import Nest
 from rankax.ext.devices.mesh import Parts, gathered, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
@@ -264,16 +265,28 @@ class _Device:
         nest, states = self.nests[shape], self.states
         if splits := nest.plan.splits:
             starts = [number_of(split, begins.items()) for split in splits]
-
-            def numbered(*args: Any) -> list[Any]:
-                own, numbers = args[: -len(splits)], args[-len(splits) :]
-                return item(*own, *map(jnp.add, numbers, starts))
-
-            closed = jax.make_jaxpr(numbered)(*item.closed.in_avals)
-            item = dataclasses.replace(item, closed=closed)
+            item = _from(starts, item)
         if states is None:
             return nest.walk(item, leaves)
         nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
         reduced = self.whole.reduced
         starts = [begins.get(axis, 0) for axis in reduced]
         return states.renumber(nest.walk(item, leaves), [shape[axis] for axis in reduced], starts)
+
+
+def _from(starts: Sequence[jax.Array], item: ItemProgram) -> ItemProgram:
+    """Return an item whose places, its last inputs, are counted from these on."""
+    jaxpr, consts = item.closed.jaxpr, item.closed.consts
+
+    # Constants may have more bits than the program says, so their values stay outside.
+    def numbered(consts: Leaves, starts: Leaves, *args: Any) -> list[Any]:
+        own, numbers = args[: -len(starts)], args[-len(starts) :]
+        return evaluate(jaxpr, consts, *own, *map(jnp.add, numbers, starts))
+
+    pairs = zip(consts, jaxpr.constvars, strict=True)
+    avals = [jax.typeof(x).update(dtype=v.aval.dtype) for x, v in pairs]
+    program = jax.make_jaxpr(numbered)(avals, list(starts), *item.closed.in_avals).jaxpr
+    values = [*consts, *starts]
+    first, inputs = program.invars[: len(values)], program.invars[len(values) :]
+    program = with_variables(program, inputs, program.outvars, constvars=first)
+    return dataclasses.replace(item, closed=ClosedJaxpr(program, values))

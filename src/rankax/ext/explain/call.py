@@ -63,11 +63,11 @@ def _planned(call: KernelCall, options: Options, place: Placement) -> BatchPlan:
         return shown(plan, **found)
     with observed(options, call.name):
         own = traced(ready, options, place)
-    whole = own.whole
     own, fitted = fit_apart(own)
-    schedule = once.shown(fitted.plan, whole, own.hoisted) if own.hoisted else fitted.plan
+    plan, whole = fitted.plan, own.whole
+    schedule = once.shown(plan, whole, own.apart.hoisted) if own.apart else plan
     found |= {"batch_shape": whole.batch_shape, **fitted.found}
-    found |= {} if own.hoisted else {"leaves": whole.leaves}
+    found |= {} if own.apart else {"leaves": whole.leaves}
     found |= {**own.layout.shown, "notes": _notes(own, schedule)}
     return shown(schedule, **found)
 
@@ -78,5 +78,5 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
         notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
-    notes += once.notes(call.hoisted)
+    notes += once.notes(call.apart.hoisted) if call.apart else []
     return (*notes, *cpu_math.notes(options, jaxpr), *memory.notes(options, jaxpr, plan))

@@ -16,9 +16,9 @@ from rankax.core.loop.eager_programs import warn_once
 from rankax.core.plan.schedule import Plan, Tiles
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest
-from rankax.ext.memory.budget import MemoryFit
+from rankax.ext.memory.budget import MemoryFit, limit_in_bytes
 from rankax.ext.memory.default import default_on_cpu, default_on_gpu, small_steps
-from rankax.ext.memory.limit import fit_to_limit
+from rankax.ext.memory.limit import fit_to_limit, free_bytes
 
 
 def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles) -> int | None:
@@ -80,6 +80,13 @@ def within_limit(
     )
     key = key, item.out_axes
     return fit_to_limit(part.site, options, sizes, whole.closed, leaves, program, key)
+
+
+def has_room(options: Options, size: int) -> bool:
+    """Whether a limit leaves room for results of so many bytes, their cotangents, and chunks."""
+    if options.memory_limit is None:
+        return True
+    return 4 * size <= limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
 
 
 def warn_of_small_steps(item: ItemProgram, plan: Plan) -> None:
