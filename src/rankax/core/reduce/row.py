@@ -30,9 +30,10 @@ merges them (`ext/runs.py`).
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -360,6 +361,28 @@ def _slice(tree: Any, start: int, stop: int, step: int = 1) -> Any:
 
 
 Steps = Sequence[Accumulation]
+
+
+class Request(NamedTuple):
+    """What a derivative asks of the loop that all reductions of a row share (`found_together`)."""
+
+    steps: Steps
+    funs: tuple[Callable[[list[jax.Array]], jax.Array], ...] = ()  # what ``steps`` take, if any
+    kept: tuple[int, ...] = ()  # the outputs that are returned whole after the states
+    is_constant: bool = False  # whether the states are constants, found before all others
+    is_linear: bool = True  # as ``linear`` of `Row.fold`
+
+
+# What finds one entry of a state: it makes requests, is sent their states, and returns the entry.
+Finding = Generator[Request, list[Any], Any]
+
+
+def alone(step: Accumulation, is_linear: bool = False, *, is_constant: bool = False) -> Finding:
+    """Find the state of one accumulation."""
+    (state,) = yield Request([step], is_constant=is_constant, is_linear=is_linear)
+    return state
+
+
 _STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
 
 
@@ -393,16 +416,6 @@ class Row:
     def count(self) -> Any:
         """The number of items that count: all, but see `run.py`."""
         return self.size if self.counts is None else self.number
-
-    def then(self, *funs: Callable[[list[jax.Array]], jax.Array]) -> Self:
-        """Return the row whose items have one output for each function of those they have now."""
-        item = self.item
-
-        def then(*leaves: Any) -> list[jax.Array]:
-            outs = item(*leaves)
-            return [fun(outs) for fun in funs]
-
-        return dataclasses.replace(self, item=then, count_of_outputs=len(funs))
 
     def at(self, index: Any) -> list[jax.Array]:
         """Evaluate the item with this flat index; return zeros if the row is empty."""
@@ -486,6 +499,66 @@ class Row:
             fun = self._item_by_item(fun, steps, len(kept), level, each)
             each *= level.chunks.length
         return fun(*self.leaves)
+
+    def found_together(self, findings: Sequence[Finding]) -> list[Any]:
+        """Return what each finding returns; one loop serves all constants, and one all others.
+
+        A derivative of two loops adds two cotangents of all inputs, and so stores them.
+        """
+        asked: dict[int, Request] = {}
+        found: dict[int, Any] = {}
+
+        def advance(i: int, states: Any) -> None:
+            try:
+                asked[i] = findings[i].send(states)
+            except StopIteration as end:
+                found[i] = end.value
+
+        for i in range(len(findings)):
+            advance(i, None)
+        while asked:
+            constant = {i: each for i, each in asked.items() if each.is_constant}
+            now = constant or dict(asked)
+            for i, states in zip(now, self._fold_requests(list(now.values())), strict=True):
+                del asked[i]
+                advance(i, states)
+        return [found[i] for i in range(len(findings))]
+
+    def _fold_requests(self, requests: Sequence[Request]) -> list[list[Any]]:
+        """Fold what requests ask for, all of them for constants or none, in one loop."""
+        raw = [
+            [each.kept, *(step.outputs for step in each.steps)]
+            for each in requests
+            if not each.funs
+        ]
+        used = sorted(set(jax.tree.leaves(raw)))
+        funs = [fun for each in requests for fun in each.funs]
+        item, end = self.item, len(used)
+
+        def then(*leaves: Any) -> list[jax.Array]:
+            outs = item(*leaves)
+            return [*(outs[i] for i in used), *(fun(outs) for fun in funs)]
+
+        place = {own: at for at, own in enumerate(used)}
+        steps: list[Accumulation] = []
+        for each in requests:
+            at = range(end, end + len(each.funs)) if each.funs else place
+            end += len(each.funs)
+            for step in each.steps:
+                outputs = jax.tree.map(at.__getitem__, step.outputs)
+                steps.append(dataclasses.replace(step, outputs=outputs))
+        kept = [place[i] for each in requests for i in each.kept]
+        row = dataclasses.replace(self, item=then, count_of_outputs=end)
+        if requests[0].is_constant:
+            states = row.fold_constants(steps)
+        else:
+            linear = all(each.is_linear for each in requests)
+            states = row.fold(steps, kept, linear=linear)
+        own, whole = iter(states[: len(steps)]), iter(states[len(steps) :])
+        return [
+            [*itertools.islice(own, len(each.steps)), *itertools.islice(whole, len(each.kept))]
+            for each in requests
+        ]
 
     def _at_once(self, steps: Steps, kept: Sequence[int]) -> list[Any]:
         """Return the states of a row that is one tile, or empty."""
