@@ -67,7 +67,10 @@ def test_an_output_kept_beside_a_sum_takes_the_memory_of_the_map(length):
 
 PAIRED = {
     **{name: name for name in ("sum", "mean", "prod", "logsumexp", "max", "argmin", "any")},
-    **{"top": TopK(2), "best": Best("y"), "gram": Gram(), "moments": Moments()},
+    "top": TopK(2),
+    "best": Best("y"),
+    "gram": Gram(),
+    "moments": Moments(),
     "fold": Fold(np.float32(0), lambda x: x, lambda a, b: a + b + a * b),
 }
 IN_EACH_RUN = (("sum", "logsumexp"), ("prod", "moments"), ("max", "fold"))

@@ -121,7 +121,7 @@ class Accumulator(Protocol):
 
     def join_runs(self, states: State) -> State:
         """Merge the states of runs, which are on axis 0 of each array, into one."""
-        return self.join(jax.tree.map(_in_a_row, states))
+        return self.join(jax.tree.map(in_a_row, states))
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         """Replace each index in a state by its ``place``."""
@@ -146,6 +146,11 @@ class Accumulation(Sink):
         return dataclasses.replace(self, is_long=True) if is_long else self
 
     @property
+    def in_groups(self) -> bool:
+        """Whether to take steps in groups pays."""
+        return self.is_long
+
+    @property
     def is_wide(self) -> bool:
         """Whether the slots of each tile are joined at once because their states are large."""
         return math.prod(self.accumulator.core) > _MOST_PER_SLOT
@@ -163,18 +168,21 @@ class Accumulation(Sink):
         return self.accumulator.start(slots)
 
     def step(self, held: Any, tile: Tile) -> tuple[Any, None]:
-        accumulator = self.accumulator
-        counts = None if accumulator.may_repeat and tile.repeats else tile.new
-        if self.mask is not None:
-            mask = tile.in_slots(self.mask)
-            counts = mask if counts is None else mask & counts
-        items = self.taken(tile.in_slots, counts)
+        accumulator, (items, counts) = self.accumulator, self.items(tile)
         if self.is_long:
             return self._add(held, accumulator.lift(items, counts)), None
         if not self.is_wide:
             return accumulator.step(held, items, tile.index, counts), None
         fresh = accumulator.step(accumulator.start(tile.slots.count), items, tile.index, counts)
         return accumulator.merge(held, accumulator.join(fresh)), None
+
+    def items(self, tile: Tile) -> tuple[Any, jax.Array | None]:
+        """Return what it takes of a tile, and which of its items count; None: all."""
+        counts = None if self.accumulator.may_repeat and tile.repeats else tile.new
+        if self.mask is not None:
+            mask = tile.in_slots(self.mask)
+            counts = mask if counts is None else mask & counts
+        return self.taken(tile.in_slots, counts), counts
 
     def _add(self, held: Any, state: State) -> Any:
         """Add a state, whose slots are folded into those of a long loop."""
@@ -202,7 +210,7 @@ class Accumulation(Sink):
     def fresh(self, held: Any, slots: int) -> Any:
         return self.of_group.start(slots) if self.is_long else held
 
-    def with_group(self, held: Any, of_group: Any) -> Any:
+    def with_group(self, held: Any, of_group: Any, rows: Any) -> Any:
         return self._add(held, of_group) if self.is_long else of_group
 
     def end(self, held: Any, rows: Any) -> State:
@@ -240,7 +248,7 @@ class Merged(Sink):
         return self.accumulator.total(held) if self.is_long else held
 
 
-def _in_a_row(rows: jax.Array) -> jax.Array:
+def in_a_row(rows: jax.Array) -> jax.Array:
     """Move axis 0 into the slots."""
     return lax.collapse(jnp.moveaxis(rows, 0, -2), rows.ndim - 2)
 
@@ -577,8 +585,8 @@ class Row:
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
         steps = [step.over(level.chunks.steps) for step in steps]
         own = [self.rules.folded(step, self.jaxpr, again=again) for step in steps]
-        is_long = any(step.is_long for step in own)
-        group = group_of(level.chunks.steps) if is_long and not level.differentiable else 0
+        in_groups = any(step.in_groups for step in own)
+        group = group_of(level.chunks.steps) if in_groups and not level.differentiable else 0
         folds = sinks_of(own, kept, back=self.back, scattered=bool(group))
 
         def loop(*leaves: Any) -> list[Any]:
