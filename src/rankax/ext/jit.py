@@ -73,16 +73,26 @@ def evaluate_compiled(call: KernelCall) -> Any:
         raise
 
 
-def compiled_parts(kernel: KernelSpec) -> Callable[[KernelCall], Any] | None:
-    """Return what evaluates a part of a call by its compiled program, if there are programs."""
-    if not kernel.preset.jit or is_staged():
-        return None
+class CompiledParts:
+    """Evaluates parts of a call by their compiled programs."""
 
-    def call(part: KernelCall) -> Any:
+    def __call__(self, part: KernelCall) -> Any:
+        """Evaluate a part."""
         frame, arrays, _ = _split(part)
         return _compiled(part.kernel, frame, arrays)
 
-    return call
+    def kept(self, part: KernelCall, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns, which is kept as the program of a part is."""
+        frame, arrays, _ = _split(part)
+        types = [
+            (x.shape, x.dtype, getattr(x, "weak_type", False)) for x in map(jax.typeof, arrays)
+        ]
+        return part.structure.plans.get_or_make((frame, *types), make)
+
+
+def compiled_parts(kernel: KernelSpec) -> CompiledParts | None:
+    """Return what evaluates parts of a call, if it has compiled programs."""
+    return CompiledParts() if kernel.preset.jit and not is_staged() else None
 
 
 # `kernel` is positional-only because a kernel may be called with an argument of that name.

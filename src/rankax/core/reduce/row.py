@@ -204,7 +204,7 @@ class Accumulation(Sink):
         return parts[0]
 
     @property
-    def of_group(self) -> Self:
+    def of_group(self) -> Sink:
         return dataclasses.replace(self, is_long=False)
 
     def fresh(self, held: Any, slots: int) -> Any:

@@ -123,7 +123,10 @@ class TopOfGroups(Accumulation):
     """
 
     accumulator: Top
-    in_groups = True
+
+    @property
+    def in_groups(self) -> bool:
+        return True
 
     @property
     def of_group(self) -> Sink:
