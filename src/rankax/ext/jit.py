@@ -9,7 +9,7 @@ value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,13 +81,17 @@ class CompiledParts:
         frame, arrays, _ = _split(part)
         return _compiled(part.kernel, frame, arrays)
 
-    def kept(self, part: KernelCall, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns, which is kept as the program of a part is."""
-        frame, arrays, _ = _split(part)
+    def kept(self, part: KernelCall, make: Callable[[], Any], *key: Hashable) -> Any:
+        """Return what ``make`` returns, which is kept as the program of a part is.
+
+        It follows from the kernel, the types of the arrays, which may be shapes, and the ``key``.
+        """
+        frame, arrays, _ = _split(part, shapes_only=True)
         types = [
-            (x.shape, x.dtype, getattr(x, "weak_type", False)) for x in map(jax.typeof, arrays)
+            (getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", None))
+            for x in arrays
         ]
-        return part.structure.plans.get_or_make((frame, *types), make)
+        return part.structure.plans.get_or_make((frame, *types, *key), make)
 
 
 def compiled_parts(kernel: KernelSpec) -> CompiledParts | None:

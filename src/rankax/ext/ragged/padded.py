@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -44,7 +44,7 @@ class Compiled(Protocol):
     def __call__(self, part: KernelCall, /) -> Any:
         """Call one."""
 
-    def kept(self, part: KernelCall, make: Callable[[], Any]) -> Any:
+    def kept(self, part: KernelCall, make: Callable[[], Any], *key: Hashable) -> Any:
         """Return what ``make`` returns, which is kept as the program of ``part`` is."""
 
 
