@@ -432,3 +432,28 @@ BAD = {
 def test_bad_input_is_named(text):
     with pytest.raises((TypeError, ValueError), match=re.escape(text)):
         BAD[text]()
+
+
+@pytest.mark.parametrize("chunked", [chunked_jacfwd, slow(chunked_jacrev)])
+def test_types_are_found_once(chunked, monkeypatch):
+    """JAX takes longer to find what a Jacobian is like than to evaluate a small one."""
+    plain = jax.jacfwd if chunked is chunked_jacfwd else jax.jacrev
+    x, w = jnp.linspace(0, 1, 4), jnp.ones((3, 4))
+
+    def layer(x, w):
+        return {"y": jnp.tanh(w @ x), "weak": x.sum() * 2}
+
+    asked, eval_shape = [], jax.eval_shape
+    monkeypatch.setattr(jax, "eval_shape", lambda *a: asked.append(a) or eval_shape(*a))
+    rankax.clear_caches()
+    for given in [(x, w), (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), (x[:0], w[:, :0])]:
+        for expected in (2, 0):
+            asked.clear()
+            got = chunked(layer, (0, 1), chunk_size=2)(*given)
+            assert len(asked) == expected
+        assert_same(got, plain(layer, (0, 1))(*given), atol=1e-2)
+    got = chunked(lambda x, w: x * 2, (0, 1), chunk_size=2)(x, w)  # outputs of other types
+    assert_same(got, plain(lambda x, w: x * 2, (0, 1))(x, w))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="real"):
+            chunked(layer, (0, 1), chunk_size=2)(jnp.arange(4), w)

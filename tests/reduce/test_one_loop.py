@@ -4,14 +4,16 @@
 The last tile overlaps the one before it where no tile divides the level.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, slow, temporary_bytes
+from helpers import assert_same, primitives, slow, temporary_bytes
 from rankax import chunked_reduce, chunked_vmap
-from rankax.reductions import Gram
+from rankax.reductions import Best, Fold, Gram, Moments, TopK
 
 
 def distances(points):
@@ -61,3 +63,55 @@ def test_an_output_kept_beside_a_sum_takes_the_memory_of_the_map(length):
     chunk = x[:100].nbytes * (1 if jax.__version_info__ >= (0, 12) else 3)
     assert temporary_bytes(kept, x) <= temporary_bytes(mapped, x) + 1000
     assert temporary_bytes(pulled(kept), x, ct) <= temporary_bytes(pulled(mapped), x, ct) + chunk
+
+
+PAIRED = {
+    **{name: name for name in ("sum", "mean", "prod", "logsumexp", "max", "argmin", "any")},
+    "top": TopK(2),
+    "best": Best("y"),
+    "gram": Gram(),
+    "moments": Moments(),
+    "fold": Fold(np.float32(0), lambda x: x, lambda a, b: a + b + a * b),
+}
+IN_EACH_RUN = (("sum", "logsumexp"), ("prod", "moments"), ("max", "fold"))
+PAIRS = [
+    pair if pair in IN_EACH_RUN else slow(*pair)
+    for pair in itertools.combinations_with_replacement(PAIRED, 2)
+]
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_two_reductions_take_the_memory_of_a_tile(one, other):
+    def both(x):
+        y = jnp.tanh(x).sum()
+        return tuple({"y": y} if name == "best" else y for name in (one, other))
+
+    fun = chunked_reduce(both, (PAIRED[one], PAIRED[other]), 200)
+
+    def loss(x):
+        outs = jax.tree.leaves(fun(x))
+        return sum(x.sum() for x in outs if x.dtype == jnp.float32) + 0 * x.sum()
+
+    few, many = (jnp.ones((n, 4)) for n in (10_000, 20_000))
+    assert temporary_bytes(jax.grad(loss), many) <= temporary_bytes(jax.grad(loss), few) + 5000
+
+
+def test_one_loop_for_constants_and_one_for_the_rest():
+    reduce = {"a": "sum", "b": "prod", "c": "logsumexp", "d": Moments(), "e": "max"}
+
+    def loss(x):
+        outs = jax.tree.leaves(fun(jnp.sin(x)))
+        return sum(out for out in outs if out.dtype == jnp.float32)
+
+    fun = chunked_reduce(lambda x: dict.fromkeys(reduce, jnp.tanh(x)), reduce, 5)
+    x = jnp.linspace(0.3, 2, 13)
+    scans = primitives(jax.grad(loss), x)["scan"]
+    assert scans == 3  # constants; the rest, and its transpose
+
+    def by_hand(x):
+        y = jnp.tanh(jnp.sin(x))
+        every = y.prod(), jax.nn.logsumexp(y), y.mean(), y.var(), y.max()
+        return y.sum() + sum(every)
+
+    np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(by_hand)(x), rtol=1e-4)

@@ -218,6 +218,7 @@ def test_ctrl_c_leaves_a_store_that_resumes(out):
 
 
 def test_a_full_disk_leaves_a_store_that_resumes(out, monkeypatch):
+    monkeypatch.setattr(_run, "_MOST_HELD", 0)  # each block is written by itself
     flush, lost = _run.flush, []
 
     def fsync(handle):
@@ -240,6 +241,34 @@ def test_a_full_disk_leaves_a_store_that_resumes(out, monkeypatch):
     assert not any(path.exists() for path in lost)
     assert 0 < len(files(out)) < 10
     assert_same(values(run(near, X, Y, out=out)), near(X, Y))
+
+
+@pytest.mark.parametrize("seconds", [1e9, slow(-1)])
+@pytest.mark.parametrize(
+    ("shape", "reduce", "stages"),
+    [
+        ((303, 3), None, 1),
+        ((303, 3), "sum", 2),
+        slow((303, 2, 3), "sum", 2),
+        slow((2, 303, 3), "logsumexp", 2),
+        slow((1, 303, 3), ("max", None), 3),
+    ],
+)
+def test_small_blocks_are_written_together(out, monkeypatch, seconds, shape, reduce, stages):
+    kernel = auto_vmap(x=1, reduce=reduce, reduce_axis=reduce and -1)(
+        lambda x: (jnp.sum(x), x) if isinstance(reduce, tuple) else x
+    )
+    x, batches, write = RNG.normal(size=shape).astype("float32"), [], _run.write
+
+    def noted(stage, batch):
+        batches.append(len(batch))
+        return write(stage, batch)
+
+    monkeypatch.setattr(_run, "_SECONDS", seconds)
+    monkeypatch.setattr(_run, "write", noted)
+    assert_same(values(run(kernel, x, out=out)), jax.jit(kernel)(x), rtol=1e-4, atol=1e-4)
+    assert sum(batches) > 10
+    assert len(batches) == (stages if seconds > 0 else sum(batches))
 
 
 def test_a_file_that_became_shorter_is_told(tmp_path, out):

@@ -255,3 +255,25 @@ def test_what_is_refused(kernel, t, options, text):
 )
 def test_calls_of_another_kind_are_refused(call, text):
     assert text in refusal((TypeError, ValueError), call)
+
+
+def test_a_compiled_kernel_is_traced_once_for_the_same_shapes():
+    traces = []
+
+    @auto_vmap(x="n", w=0, jit=True)
+    def weighted(x, w, power):
+        traces.append(x.shape)
+        return {"sum": jnp.sum(x**power), "x": jnp.full(power, w)}
+
+    def call(power, dtype="float32", n=3):
+        x = xr.DataArray(np.arange(4 * n, dtype=dtype).reshape(4, n), dims=("t", "n"))
+        return rankax.xarray.apply(weighted, x, 2.0, power, output_dims={"sum": (), "x": "p"})
+
+    want = call(2)
+    traces.clear()
+    xr.testing.assert_identical(call(2), want)
+    assert not traces
+    assert call(3)["x"].shape == (4, 3)  # a static value decides
+    assert call(2, n=5)["sum"].shape == (4,)
+    assert len(traces) == 4  # for shapes and for values
+    np.testing.assert_array_equal(call(2, "int32")["sum"], want["sum"])

@@ -23,6 +23,7 @@ from rankax._front.chunked import chunked_reduce, function_of_batches
 from rankax._options import given_options
 from rankax.call.axes import AxisMap
 from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, shape_of, zeros_of
+from rankax.core.base.cache import Kept
 from rankax.core.base.messages import argument_names, function_name, listed, noted_errors, plural
 from rankax.core.base.trees import leaves_with_names, type_name
 from rankax.core.reduce.protocol import EachLeaf, Reduction
@@ -33,6 +34,9 @@ from rankax.ext.reductions.sums import Gram, WeightedGram
 from rankax.ext.wide import evaluate_wide
 
 Leaves = list[Any]
+
+config: Any = jax.config
+_types: Kept[Any] = Kept(1024, "types of Jacobians")
 
 
 def _jacobian(
@@ -46,7 +50,7 @@ def _jacobian(
     """Return the Jacobian of ``fun`` as ``transform`` does: `jax.jacfwd` or `jax.jacrev`.
 
     JAX checks the arguments and says what the Jacobian is like: it transforms functions that return
-    constants, and only shapes are traced.
+    constants, and only shapes are traced, which is not done again for the same types.
     """
     site = f"{caller}({function_name(fun)})"
     given = given_options(site, **given)
@@ -62,9 +66,22 @@ def _jacobian(
 
     @functools.wraps(fun)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
-        def like(constant: Callable[[], Any]) -> Any:
-            of_constant = transform(lambda *_, **__: constant())
-            return jax.eval_shape(lambda: of_constant(*args, **kwargs))
+        def like(constant: Callable[[], Any], *types: Any) -> Any:
+            """Return what a Jacobian is like whose outputs have these types."""
+
+            def make() -> Any:
+                of_constant = transform(lambda *_, **__: constant())
+                return jax.eval_shape(lambda: of_constant(*args, **kwargs))
+
+            try:
+                x, tree = jax.tree.flatten(tuple(args[place] for place in places))
+                where: Any = jax.sharding.get_abstract_mesh(), config.jax_enable_x64
+                given = transform.func, *transform.keywords.values(), len(args), tree, *where
+                key = *given, *map(jax.typeof, x), *types
+                hash(key)
+            except (TypeError, IndexError):  # they have no types, or cannot be compared
+                return make()
+            return _types.get_or_make(key, make)
 
         like(lambda: jnp.zeros((), complex if holomorphic else float))
         x, tree = jax.tree.flatten(tuple(args[place] for place in places))
@@ -82,7 +99,11 @@ def _jacobian(
         x_shapes, y_shapes = [*map(shape_of, x)], [*map(shape_of, y_leaves)]
         x_tree = jax.tree.structure(args[argnums]) if isinstance(argnums, int) else tree
         at_x = _Jacobian(fun, site, given, columns, x_shapes, y_shapes, x_tree, y_tree, linear)
-        result = at_x.whole(like(lambda: y)) if reduce is None else at_x.reduced(reduce)
+        result = (
+            at_x.whole(like(lambda: y, y_tree, *map(jax.typeof, y_leaves)))
+            if reduce is None
+            else at_x.reduced(reduce)
+        )
         return (result, *aux) if has_aux else result
 
     return jacobian

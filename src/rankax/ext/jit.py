@@ -9,7 +9,7 @@ value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,16 +73,30 @@ def evaluate_compiled(call: KernelCall) -> Any:
         raise
 
 
-def compiled_parts(kernel: KernelSpec) -> Callable[[KernelCall], Any] | None:
-    """Return what evaluates a part of a call by its compiled program, if there are programs."""
-    if not kernel.preset.jit or is_staged():
-        return None
+class CompiledParts:
+    """Evaluates parts of a call by their compiled programs."""
 
-    def call(part: KernelCall) -> Any:
+    def __call__(self, part: KernelCall) -> Any:
+        """Evaluate a part."""
         frame, arrays, _ = _split(part)
         return _compiled(part.kernel, frame, arrays)
 
-    return call
+    def kept(self, part: KernelCall, make: Callable[[], Any], *key: Hashable) -> Any:
+        """Return what ``make`` returns, which is kept as the program of a part is.
+
+        It follows from the kernel, the types of the arrays, which may be shapes, and the ``key``.
+        """
+        frame, arrays, _ = _split(part, shapes_only=True)
+        types = [
+            (getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", None))
+            for x in arrays
+        ]
+        return part.structure.plans.get_or_make((frame, *types, *key), make)
+
+
+def compiled_parts(kernel: KernelSpec) -> CompiledParts | None:
+    """Return what evaluates parts of a call, if it has compiled programs."""
+    return CompiledParts() if kernel.preset.jit and not is_staged() else None
 
 
 # `kernel` is positional-only because a kernel may be called with an argument of that name.

@@ -20,6 +20,7 @@ Batches are padded, too: with ``bucket=``, each axis to one of a few lengths (`b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -101,6 +102,8 @@ def groups_of(lengths: Array, *, in_series: bool, enough: float = _ENOUGH) -> li
         Otherwise, how many rows may be evaluated for each of those that there are.
     """
     filled = rounded_up(lengths) if in_series else np.maximum(lengths, 1)
+    if (filled == filled[:1]).all() and len(filled):
+        return [Group(np.arange(len(filled)), tuple(filled[0].tolist()))]
     rows = filled.sum(1)
     order = np.argsort(rows, kind="stable")
     filled, rows = filled[order], rows[order]
@@ -133,6 +136,7 @@ def rounded_up(lengths: Array) -> Array:
     return series[np.searchsorted(series, lengths)]
 
 
+@functools.lru_cache(1024)
 def series_to(longest: int) -> Array:
     """Return the lengths of the series up to the first that is not shorter than ``longest``."""
     count = math.ceil(math.log(longest, _RATIO)) + 2
@@ -185,6 +189,7 @@ def checked_bucket(value: Any, site: str) -> Bucket:
     return tuple(sorted({checked_int(length, refusal, least=1) for length in value}))  # pyright: ignore
 
 
+@functools.lru_cache(4096)
 def bucket_of(length: int, bucket: Bucket) -> int | None:
     """Return the length to which an axis is padded; None if it is longer than all of them."""
     every = (math.ceil(_RATIO_OF_BUCKETS**k) for k in itertools.count())

@@ -6,9 +6,11 @@ block is evaluated, one thread reads the next one, and another one writes the on
 """
 
 import functools
+import itertools
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,9 @@ from rankax.ext.progress import Progress, checked_progress, progress_of_call, sh
 from rankax.stream._job import Job, prepared
 from rankax.stream._stages import Block, Stage
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
+
+_SECONDS = 1  # for which blocks wait for others to be written with them
+_MOST_HELD = 1 << 22  # bytes of them
 
 
 def run(
@@ -101,7 +106,8 @@ def run(
     Notes
     -----
     *Resume.* A block is written to files that end with their checksums, renamed when they are
-    whole, and flushed to the disk. Blocks without them are computed again. The store records the
+    whole, and flushed to the disk: small ones together, once a second. Blocks without them are
+    computed again. The store records the
     program of the kernel and of its reduction with all arrays in them, its options, shape, dtype,
     chunks and numbers of each argument (samples of a file above 1 MB), ``memory_limit``, and the
     versions of rankax and JAX.
@@ -188,10 +194,46 @@ def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
             blocks = [block for block in stage.blocks() if not is_whole(stage, block)]
             evaluate = functools.partial(_evaluated, stage, no_nan)
             outs = map(evaluate, blocks, _ahead(reader, stage.read, blocks))
-            files = _ahead(writer, functools.partial(write, stage), blocks, outs)
+            counts: list[int] = []
+            batches = _batches(zip(blocks, outs, strict=True), counts)
+            files = _ahead(writer, functools.partial(write, stage), batches)
             report(math.prod(stage.shape) - sum(block.items for block in blocks))
-            for block, _ in zip(blocks, _ahead(flusher, flush, files), strict=True):
-                report(block.items)
+            whole = iter(blocks)
+            for i, _ in enumerate(_ahead(flusher, flush, files)):
+                for block in itertools.islice(whole, counts[i]):
+                    report(block.items)
+
+
+def _batches(
+    pairs: Iterable[tuple[Block, Any]], counts: list[int]
+) -> Iterator[list[tuple[Block, Any]]]:
+    """Yield blocks with their outputs, those of a second together; note how many in ``counts``.
+
+    To write a small block takes much longer than to evaluate it.
+    """
+    held: list[tuple[Block, Any]] = []
+    begin, size = time.monotonic(), 0
+
+    def full() -> Iterator[list[tuple[Block, Any]]]:
+        nonlocal held, begin, size
+        if held:
+            counts.append(len(held))
+            yield held
+        held, begin, size = [], time.monotonic(), 0
+
+    try:
+        for block, outs in pairs:
+            own = sum(out.nbytes for out in outs)
+            if size + own > _MOST_HELD:
+                yield from full()
+            held.append((block, outs))
+            size += own
+            if size > _MOST_HELD or time.monotonic() - begin > _SECONDS:
+                yield from full()
+    except (Exception, KeyboardInterrupt):  # of a block; those before it are whole
+        yield from full()
+        raise
+    yield from full()
 
 
 def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -> Iterator[Any]:

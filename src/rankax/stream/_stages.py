@@ -34,6 +34,7 @@ from rankax.ext.ragged.type import Ragged
 
 STATES = "_rankax/states"  # the array of a store that is not a result
 COPIES_IN, COPIES_OUT = 4, 5
+_SMALL = 1 << 22  # bytes of states that are read at once
 
 Region = tuple[slice, ...]
 
@@ -242,6 +243,12 @@ def _merged(states: Any, stage: Any, region: Region) -> Any:
     In pairs, rounding errors of a sum do not add up.
     """
     places = [*itertools.product(*(range(states.shape[axis]) for axis in stage.reduced))]
+    whole: list[Any] = [*region]
+    for axis in stage.reduced:
+        whole.insert(axis, slice(None))
+    numbers = math.prod(len(range(n)[s]) for n, s in zip(states.shape, whole, strict=True))
+    if numbers * states.dtype.itemsize <= _SMALL:  # zarr reads many files as fast as one
+        states, region = states[*whole], (slice(None),) * len(region)
 
     def merged(start: int, stop: int) -> Any:
         if stop - start > 1:

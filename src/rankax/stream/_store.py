@@ -117,12 +117,33 @@ def is_whole(stage: Stage, block: Block) -> bool:
     return whole
 
 
-def write(stage: Stage, block: Block, outs: Sequence[Any]) -> list[Path]:
-    """Write a block of each array of a stage; return the files."""
-    for array, out in zip(stage.outputs, outs, strict=True):
-        if out.size:
-            array.value.blocks[block.place] = out
-    return _files(stage, block)
+def write(stage: Stage, batch: Sequence[tuple[Block, Sequence[Any]]]) -> list[Path]:
+    """Write blocks of each array of a stage, in the order of blocks; return the files.
+
+    Zarr writes the chunks of a row at the same time, in a third of the time of one by one.
+    """
+    blocks, outs = zip(*batch, strict=True)
+    axes = [axis for axis, n in enumerate(stage.grid) if n > 1]
+    first, last = (blocks[i].place[axes[0]] if axes else 0 for i in (0, -1))
+    is_row = len(axes) == 1 and 0 < last - first == len(blocks) - 1
+    for array, *parts in zip(stage.outputs, *outs, strict=True):
+        if not parts[0].size:
+            continue
+        if is_row:
+            _write_row(stage, array.value, axes[0], slice(first, last + 1), parts)
+        else:
+            for block, out in zip(blocks, parts, strict=True):
+                array.value.blocks[block.place] = out
+    return [file for block in blocks for file in _files(stage, block)]
+
+
+def _write_row(stage: Stage, array: Any, axis: int, places: slice, parts: list[Any]) -> None:
+    """Write the blocks at some places along an axis, the only one that is cut."""
+    if axis in stage.reduced:  # states have no such axis
+        shape = [*array.shape]
+        shape[axis] = 1
+        parts = [np.reshape(part, shape) for part in parts]
+    array.blocks[(*(0,) * axis, places)] = np.concatenate(parts, axis)
 
 
 def _files(stage: Stage, block: Block) -> list[Path]:

@@ -5,6 +5,7 @@ xarray aligns the arguments and puts the core dimensions last; reduced dimension
 dimensions there, in front of the others. `_named` finds the dimensions.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from rankax._front.kernel import Kernel
 from rankax._options import Options
 from rankax.call.kernels import bind, flatten, rebind
+from rankax.ext.jit import compiled_parts
 from rankax.pipeline import evaluate
 from rankax.xarray import _named
 
@@ -126,12 +128,20 @@ def apply(
             outs = [np.array(x) if isinstance(x, jax.Array) else x for x in outs]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
-    def on_shapes(*shapes: Any) -> Any:  # without the batch dimensions that remain
+    def on_shapes(*shapes: Any) -> Any:
         given = arguments(shapes)
         call = bind(declared, given.args, given.kwargs)
         return evaluate(call, Options(reduce=reduce, reduce_axis=axes))
 
-    out = jax.eval_shape(on_shapes, *(leaf.shape(reduced) for leaf in named.values()))
+    # Without the batch dimensions that remain.
+    shapes = [leaf.shape(reduced) for leaf in named.values()]
+    given, parts = arguments(shapes), compiled_parts(declared)
+    find = functools.partial(jax.eval_shape, on_shapes, *shapes)
+    if parts is None:
+        out = find()
+    else:
+        of_shapes = bind(declared, given.args, given.kwargs, shapes_only=True)
+        out = parts.kept(of_shapes, find, "xarray", axes)
     treedef = jax.tree.structure(out)
     if not treedef.num_leaves:
         raise TypeError(f"{site}: the kernel returns no array")

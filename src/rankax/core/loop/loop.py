@@ -316,8 +316,8 @@ class Sink(Protocol):
         """Return the carry of the first step of a group."""
         return held
 
-    def with_group(self, held: Any, of_group: Any) -> Any:
-        """Return the carry after a group, from the one before it and that of its last step."""
+    def with_group(self, held: Any, of_group: Any, rows: Any) -> Any:
+        """Return the carry after a group, from those before it and of its last step, and rows."""
         return of_group
 
 
@@ -737,7 +737,8 @@ def _by_groups(
         fresh = [fold.fresh(own, slots.count) for fold, own in zip(folds, held, strict=True)]
         begin = start, carried_with(fresh, operands), shared
         (start, ends, shared), rows = lax.scan(step, begin, [], size)
-        held = [fold.with_group(*own) for fold, *own in zip(folds, held, ends, strict=True)]
-        return (start, held, shared), rows
+        every = zip(folds, held, ends, rows, strict=True)
+        held = [fold.with_group(*own) for fold, *own in every]
+        return (start, held, shared), [None] * len(folds)
 
     return lax.scan(group, init, [], groups)

@@ -24,10 +24,12 @@ and `name` if that is not the name of its class. The other methods have defaults
 * `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override
   `partial`, which evaluates their winners once more and puts these outputs into the state in place
   of what the accumulator compared, and `merge_states`.
-* `differentiable` returns the state of a row by a program that has the right derivative in bounded
-  memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and
-  reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
-  every order is right if the first one is. With `is_linear`, the fold itself is that program.
+* `differentiable` returns what finds the state of a row by a program that has the right derivative
+  in bounded memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass,
+  and reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
+  every order is right if the first one is. What finds an entry of a state is a generator: it yields
+  a `Request` for each pass, so that all reductions of a call share the loops of these passes
+  (`Row.found_together`), and is sent the states.
 * `chosen`: with `Row.picks`, `plain` evaluates so many items again, for the derivative.
 * With ``where``, the accumulations get `Outputs.mask`, and the accumulator says what adds `nothing`
   or asks which items count (`Accumulation.taken`).
@@ -54,7 +56,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax.core.base.arrays import has_tangent, index_dtype
-from rankax.core.reduce.row import Accumulation, Accumulator, Elementwise, Row
+from rankax.core.reduce.row import (
+    Accumulation,
+    Accumulator,
+    Elementwise,
+    Finding,
+    Request,
+    Row,
+    alone,
+)
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
 
@@ -189,14 +199,12 @@ class Reduction:
         """
         return state
 
-    def differentiable(self, outputs: Outputs, row: Row) -> Any:
-        """Return the state of a row in terms that have the right derivative.
+    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
+        """Return what finds the entries of a state in terms that have the right derivative.
 
-        By default, a derivative stores a state for each tile. Unused with ``is_linear``: the fold
-        itself has the derivative then.
+        By default, a derivative stores a state for each tile, unless the fold ``is_linear``.
         """
-        steps = self.accumulations(outputs, row.size)
-        return self.partial(outputs, row, row.fold(steps, linear=False))
+        return [alone(step, self.is_linear) for step in self.accumulations(outputs, row.size)]
 
     def assemble(self, outputs: Outputs, values: Any) -> Any:
         """Return the result as the user sees it."""
@@ -246,19 +254,20 @@ class EachLeaf(Reduction):
         pairs = zip(state, outputs.avals, strict=True)
         return [self.result(own, aval, size) for own, aval in pairs]
 
-    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
+        if self.is_linear:
+            return super().differentiable(outputs, row)
         pairs = zip(outputs.avals, outputs.positions, strict=True)
-        states = [self.differentiable_leaf(aval, row, position) for aval, position in pairs]
-        return self.partial(outputs, row, states)
+        return [self.differentiable_leaf(aval, row, position) for aval, position in pairs]
 
-    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        """Return the state of one leaf in terms with the right derivative.
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
+        """Find the state of one leaf in terms with the right derivative.
 
         By default, a derivative stores a state for each tile, unless it is constant.
         """
         is_constant = self.folds_constants or not has_tangent(aval)
         step = Accumulation(position, self.accumulator(aval, row.size))
-        return (row.fold_constants([step]) if is_constant else row.fold([step], linear=False))[0]
+        return alone(step, is_constant=is_constant)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +276,13 @@ class Keep(Reduction):
 
     name = "kept"  # pyright: ignore
     is_kept = is_linear = True
+
+    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
+        return [self._whole(position) for position in outputs.positions]
+
+    def _whole(self, position: int) -> Finding:
+        (out,) = yield Request((), kept=(position,))
+        return out
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [row.split(out) for out in outs]

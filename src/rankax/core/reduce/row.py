@@ -30,9 +30,10 @@ merges them (`ext/runs.py`).
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ class Accumulator(Protocol):
 
     def join_runs(self, states: State) -> State:
         """Merge the states of runs, which are on axis 0 of each array, into one."""
-        return self.join(jax.tree.map(_in_a_row, states))
+        return self.join(jax.tree.map(in_a_row, states))
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         """Replace each index in a state by its ``place``."""
@@ -145,6 +146,11 @@ class Accumulation(Sink):
         return dataclasses.replace(self, is_long=True) if is_long else self
 
     @property
+    def in_groups(self) -> bool:
+        """Whether to take steps in groups pays."""
+        return self.is_long
+
+    @property
     def is_wide(self) -> bool:
         """Whether the slots of each tile are joined at once because their states are large."""
         return math.prod(self.accumulator.core) > _MOST_PER_SLOT
@@ -162,18 +168,21 @@ class Accumulation(Sink):
         return self.accumulator.start(slots)
 
     def step(self, held: Any, tile: Tile) -> tuple[Any, None]:
-        accumulator = self.accumulator
-        counts = None if accumulator.may_repeat and tile.repeats else tile.new
-        if self.mask is not None:
-            mask = tile.in_slots(self.mask)
-            counts = mask if counts is None else mask & counts
-        items = self.taken(tile.in_slots, counts)
+        accumulator, (items, counts) = self.accumulator, self.items(tile)
         if self.is_long:
             return self._add(held, accumulator.lift(items, counts)), None
         if not self.is_wide:
             return accumulator.step(held, items, tile.index, counts), None
         fresh = accumulator.step(accumulator.start(tile.slots.count), items, tile.index, counts)
         return accumulator.merge(held, accumulator.join(fresh)), None
+
+    def items(self, tile: Tile) -> tuple[Any, jax.Array | None]:
+        """Return what it takes of a tile, and which of its items count; None: all."""
+        counts = None if self.accumulator.may_repeat and tile.repeats else tile.new
+        if self.mask is not None:
+            mask = tile.in_slots(self.mask)
+            counts = mask if counts is None else mask & counts
+        return self.taken(tile.in_slots, counts), counts
 
     def _add(self, held: Any, state: State) -> Any:
         """Add a state, whose slots are folded into those of a long loop."""
@@ -195,13 +204,13 @@ class Accumulation(Sink):
         return parts[0]
 
     @property
-    def of_group(self) -> Self:
+    def of_group(self) -> Sink:
         return dataclasses.replace(self, is_long=False)
 
     def fresh(self, held: Any, slots: int) -> Any:
         return self.of_group.start(slots) if self.is_long else held
 
-    def with_group(self, held: Any, of_group: Any) -> Any:
+    def with_group(self, held: Any, of_group: Any, rows: Any) -> Any:
         return self._add(held, of_group) if self.is_long else of_group
 
     def end(self, held: Any, rows: Any) -> State:
@@ -239,7 +248,7 @@ class Merged(Sink):
         return self.accumulator.total(held) if self.is_long else held
 
 
-def _in_a_row(rows: jax.Array) -> jax.Array:
+def in_a_row(rows: jax.Array) -> jax.Array:
     """Move axis 0 into the slots."""
     return lax.collapse(jnp.moveaxis(rows, 0, -2), rows.ndim - 2)
 
@@ -360,6 +369,28 @@ def _slice(tree: Any, start: int, stop: int, step: int = 1) -> Any:
 
 
 Steps = Sequence[Accumulation]
+
+
+class Request(NamedTuple):
+    """What a derivative asks of the loop that all reductions of a row share (`found_together`)."""
+
+    steps: Steps
+    funs: tuple[Callable[[list[jax.Array]], jax.Array], ...] = ()  # what ``steps`` take, if any
+    kept: tuple[int, ...] = ()  # the outputs that are returned whole after the states
+    is_constant: bool = False  # whether the states are constants, found before all others
+    is_linear: bool = True  # as ``linear`` of `Row.fold`
+
+
+# What finds one entry of a state: it makes requests, is sent their states, and returns the entry.
+Finding = Generator[Request, list[Any], Any]
+
+
+def alone(step: Accumulation, is_linear: bool = False, *, is_constant: bool = False) -> Finding:
+    """Find the state of one accumulation."""
+    (state,) = yield Request([step], is_constant=is_constant, is_linear=is_linear)
+    return state
+
+
 _STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
 
 
@@ -393,16 +424,6 @@ class Row:
     def count(self) -> Any:
         """The number of items that count: all, but see `run.py`."""
         return self.size if self.counts is None else self.number
-
-    def then(self, *funs: Callable[[list[jax.Array]], jax.Array]) -> Self:
-        """Return the row whose items have one output for each function of those they have now."""
-        item = self.item
-
-        def then(*leaves: Any) -> list[jax.Array]:
-            outs = item(*leaves)
-            return [fun(outs) for fun in funs]
-
-        return dataclasses.replace(self, item=then, count_of_outputs=len(funs))
 
     def at(self, index: Any) -> list[jax.Array]:
         """Evaluate the item with this flat index; return zeros if the row is empty."""
@@ -487,6 +508,66 @@ class Row:
             each *= level.chunks.length
         return fun(*self.leaves)
 
+    def found_together(self, findings: Sequence[Finding]) -> list[Any]:
+        """Return what each finding returns; one loop serves all constants, and one all others.
+
+        A derivative of two loops adds two cotangents of all inputs, and so stores them.
+        """
+        asked: dict[int, Request] = {}
+        found: dict[int, Any] = {}
+
+        def advance(i: int, states: Any) -> None:
+            try:
+                asked[i] = findings[i].send(states)
+            except StopIteration as end:
+                found[i] = end.value
+
+        for i in range(len(findings)):
+            advance(i, None)
+        while asked:
+            constant = {i: each for i, each in asked.items() if each.is_constant}
+            now = constant or dict(asked)
+            for i, states in zip(now, self._fold_requests(list(now.values())), strict=True):
+                del asked[i]
+                advance(i, states)
+        return [found[i] for i in range(len(findings))]
+
+    def _fold_requests(self, requests: Sequence[Request]) -> list[list[Any]]:
+        """Fold what requests ask for, all of them for constants or none, in one loop."""
+        raw = [
+            [each.kept, *(step.outputs for step in each.steps)]
+            for each in requests
+            if not each.funs
+        ]
+        used = sorted(set(jax.tree.leaves(raw)))
+        funs = [fun for each in requests for fun in each.funs]
+        item, end = self.item, len(used)
+
+        def then(*leaves: Any) -> list[jax.Array]:
+            outs = item(*leaves)
+            return [*(outs[i] for i in used), *(fun(outs) for fun in funs)]
+
+        place = {own: at for at, own in enumerate(used)}
+        steps: list[Accumulation] = []
+        for each in requests:
+            at = range(end, end + len(each.funs)) if each.funs else place
+            end += len(each.funs)
+            for step in each.steps:
+                outputs = jax.tree.map(at.__getitem__, step.outputs)
+                steps.append(dataclasses.replace(step, outputs=outputs))
+        kept = [place[i] for each in requests for i in each.kept]
+        row = dataclasses.replace(self, item=then, count_of_outputs=end)
+        if requests[0].is_constant:
+            states = row.fold_constants(steps)
+        else:
+            linear = all(each.is_linear for each in requests)
+            states = row.fold(steps, kept, linear=linear)
+        own, whole = iter(states[: len(steps)]), iter(states[len(steps) :])
+        return [
+            [*itertools.islice(own, len(each.steps)), *itertools.islice(whole, len(each.kept))]
+            for each in requests
+        ]
+
     def _at_once(self, steps: Steps, kept: Sequence[int]) -> list[Any]:
         """Return the states of a row that is one tile, or empty."""
         outs, dtype = self.whole(), index_dtype(self.size)
@@ -504,8 +585,8 @@ class Row:
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
         steps = [step.over(level.chunks.steps) for step in steps]
         own = [self.rules.folded(step, self.jaxpr, again=again) for step in steps]
-        is_long = any(step.is_long for step in own)
-        group = group_of(level.chunks.steps) if is_long and not level.differentiable else 0
+        in_groups = any(step.in_groups for step in own)
+        group = group_of(level.chunks.steps) if in_groups and not level.differentiable else 0
         folds = sinks_of(own, kept, back=self.back, scattered=bool(group))
 
         def loop(*leaves: Any) -> list[Any]:

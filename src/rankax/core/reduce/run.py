@@ -278,7 +278,7 @@ class RowReduction:
         # A row of no items has no winner to take a derivative from.
         if not back or not row.size:
             return self._fold_each(row, every, back=False)
-        # One loop for each mask folds the linear ones; the others are folded one by one.
+        # One loop for each mask, after one that finds constants.
         values: dict[int, Any] = {}
         for mask in dict.fromkeys(outputs.mask for outputs in self.outputs):
             each = {i: pair for i, pair in enumerate(every) if pair[1].mask == mask}
@@ -362,23 +362,27 @@ class RowReduction:
         return dataclasses.replace(safe, item=item, counts=counts, number=number)
 
     def _fold_each(self, row: Row, pairs: Sequence[tuple[Any, ...]], *, back: bool) -> list[Any]:
-        """Fold reductions in one loop, except those that have a derivative of their own."""
+        """Fold reductions in one loop; to be differentiated, as they ask for it."""
         groups = [
-            reduction.accumulations(outputs, row.size) if reduction.is_linear or not back else None
+            reduction.differentiable(outputs, row)
+            if back
+            else reduction.accumulations(outputs, row.size)
             for reduction, outputs in pairs
         ]
-        in_loop = list(itertools.chain(*filter(None, groups)))
-        kept = [i for entry, outputs in pairs if entry.is_kept for i in outputs.positions]
-        states = row.fold(in_loop, kept) if in_loop or kept else []
-        folded, whole = iter(states[: len(in_loop)]), iter(states[len(in_loop) :])
+        every = list(itertools.chain(*groups))
+        if back:
+            states, whole = iter(row.found_together(every)), iter(())
+        else:
+            kept = [i for entry, outputs in pairs if entry.is_kept for i in outputs.positions]
+            folded = row.fold(every, kept)
+            states, whole = iter(folded[: len(every)]), iter(folded[len(every) :])
         values: list[Any] = []
         for (reduction, outputs), group in zip(pairs, groups, strict=True):
-            if group is None:
-                state = reduction.differentiable(outputs, row)
-            elif reduction.is_kept:
-                state = [next(whole) for _ in outputs.positions]
+            state = list(itertools.islice(states, len(group)))
+            if reduction.is_kept:
+                state = state or list(itertools.islice(whole, len(outputs.positions)))
             else:
-                state = reduction.partial(outputs, row, [next(folded) for _ in group])
+                state = reduction.partial(outputs, row, state)
             if self.reductions.of_run is None:
                 state = reduction.finish_state(outputs, state, row.size)
             values.append(state)

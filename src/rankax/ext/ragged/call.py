@@ -45,9 +45,7 @@ from jax import core
 from rankax._options import Options
 from rankax.call.kernels import KernelCall, Shell, bind
 from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow, is_spread
-from rankax.core.base.trees import leaves_with_names
 from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import ranks_of_leaves
 from rankax.core.loop.loop import widen
 from rankax.core.loop.spec import PLACE
 from rankax.core.plan.schedule import Shape
@@ -59,8 +57,10 @@ from rankax.ext.ragged.padded import (
     MAPPED,
     WHOLE,
     Compiled,
+    Evaluate,
     Padded,
     Role,
+    dims_of_outputs,
     places_of,
     read_at,
 )
@@ -81,7 +81,7 @@ class RaggedCall:
     dense: Any  # the plan of the call if all items were filled up to the longest
     compiled: Compiled | None
     is_staged: bool = False  # whether it is evaluated as part of a program that is being traced
-    of_item: Compiled | None = None  # evaluates an item that is filled up
+    of_item: Evaluate | None = None  # evaluates an item that is filled up
     shared: Shared | None = None  # the shapes of the batch, if it is one of several blocks
 
     @classmethod
@@ -252,14 +252,8 @@ class RaggedCall:
 
     def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
         """Return each output with the ragged dimension that it is declared to begin with."""
-        paths = [path for path, _ in leaves_with_names(out, "output")]
         declared = self.call.kernel.declaration.outputs
-        if declared is None or self.options.reduce is not None:
-            return [(path, None) for path in paths]
-        ranks = ranks_of_leaves(declared, out, "output")
-        names = [rank.dims[0].name if rank is not None and rank.dims else None for rank in ranks]
-        dims = [self.dims.index(name) if name in self.dims else None for name in names]
-        return list(zip(paths, dims, strict=True))
+        return dims_of_outputs(None if self.options.reduce else declared, self.dims, out)
 
     def call_of(self, group: Group, reduce: Reductions | None = None) -> KernelCall:
         """Return the ordinary call of one group."""
@@ -270,8 +264,18 @@ class RaggedCall:
         if not self.is_single and (shape := self.options.batch_shape):
             explicit["batch_shape"] = (*shape[:-1], 1)
         shell, others, fixed = dense_shell(call), (*call.others,), frozenset(explicit.items())
+        # Without a reduction, the outputs of several groups are compared with each other.
+        is_first = group is self.groups[0] and self.is_last_reduced
         padded = Padded(
-            call.kernel, shell, others, fixed, roles, self.dims, group.lengths, self.of_item
+            call.kernel,
+            shell,
+            others,
+            fixed,
+            roles,
+            self.dims,
+            group.lengths,
+            self.of_item,
+            is_checked=len(self.groups) == 1 or is_first,
         )
         derived = call.kernel.structures.get_or_make(padded, padded.kernel)
         items = self.items_of(group)

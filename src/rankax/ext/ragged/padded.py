@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ from rankax._options import Options
 from rankax.call.kernels import KernelCall, KernelSpec, Shell, rebind
 from rankax.core.base.arrays import weakened, zeros
 from rankax.core.base.messages import traced_as
+from rankax.core.base.trees import leaves_with_names
 from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import Declaration
+from rankax.core.declare.ranks import Declaration, ranks_of_leaves
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import PLACE, item_key
 from rankax.core.trace.derivatives import with_derivative
@@ -34,7 +35,17 @@ ITEMS, MAPPED, WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
 # Of JAX, which says on which argument a value depends.
 _ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
 
-Compiled = Callable[[KernelCall], Any]  # calls a bound kernel, such as by its compiled program
+Evaluate = Callable[[KernelCall], Any]  # calls a bound kernel
+
+
+class Compiled(Protocol):
+    """Calls bound kernels by their compiled programs (`ext/jit.py`)."""
+
+    def __call__(self, part: KernelCall, /) -> Any:
+        """Call one."""
+
+    def kept(self, part: KernelCall, make: Callable[[], Any], *key: Hashable) -> Any:
+        """Return what ``make`` returns, which is kept as the program of ``part`` is."""
 
 
 class Role(NamedTuple):
@@ -64,18 +75,24 @@ class Padded:
     roles: tuple[Role, ...]
     dims: tuple[str, ...]  # the ragged dimensions
     lengths: tuple[int, ...]  # to which they are filled up
-    of_item: Compiled | None  # evaluates a call of one item; None: as it is
+    of_item: Evaluate | None  # evaluates a call of one item; None: as it is
+    is_checked: bool  # whether each trace compares the outputs with those of longer items
 
     def kernel(self) -> KernelSpec:
         """Return the derived kernel."""
 
         @functools.wraps(self.spec.fun, updated=())
         def padded(*, rankax_items: Any, rankax_mapped: Any, rankax_whole: Any, **rest: Any) -> Any:
-            leaves, masks = self._read(rankax_items, iter(rankax_mapped), iter(rankax_whole))
+            given = rankax_items, rankax_mapped, rankax_whole
+            leaves, masks = self._read(*given)
             try:
-                return self._evaluate(leaves, masks, rest)
+                out = self._evaluate(leaves, masks, rest)
             except _ERRORS as error:
                 failed = error
+            else:
+                if self.is_checked:
+                    self._check_outputs(out, given, rest)
+                return out
             # Once more by itself, so that the error names what the user passed.
             call = rebind(self.spec, self.shell, leaves, rest)
 
@@ -111,18 +128,55 @@ class Padded:
             return self.of_item(call)
         return call.evaluate(leaves, call.plan(Options()))
 
+    def _check_outputs(self, out: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> None:
+        """Refuse outputs whose shapes depend on the length to which the item is filled up."""
+        items, mapped, whole = given
+        first = sum(role.rank is not None for role in self.roles)
+        slopes = sum(role.slope is not None for role in self.roles)
+        mapped = [*mapped[:first], *mapped[first + slopes :]]
+        roles = tuple(role._replace(slope=None) for role in self.roles)
+        lengths = tuple(length + 1 for length in self.lengths)
+        longer = dataclasses.replace(self, roles=roles, lengths=lengths)
+        other = jax.eval_shape(lambda: longer._evaluate(*longer._read(items, mapped, whole), rest))
+        is_reduced = dict(self.explicit).get("reduce") is not None
+        declared = None if is_reduced else self.spec.declaration.outputs
+        named = dims_of_outputs(declared, self.dims, out)
+        for (path, dim), x, y in zip(named, *map(jax.tree.leaves, (out, other)), strict=True):
+            if dim is None and np.shape(x) != y.shape:
+                raise depends_on_length(self.spec.name, self.dims[0], path, np.shape(x))
+
     def _read(
-        self, items: Any, mapped: Iterator[Any], whole: Iterator[Any]
+        self, items: Any, mapped: Sequence[Any], whole: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Return the leaves of one item, and its masks."""
-        leaves = [next(whole if role.rank is None else mapped) for role in self.roles]
+        of_item, shared = iter(mapped), iter(whole)
+        leaves = [next(shared if role.rank is None else of_item) for role in self.roles]
         read = {i: role for i, role in enumerate(self.roles) if role.is_read}
-        given = [leaves[i] for i in read], list(mapped)
+        given = [leaves[i] for i in read], list(of_item)
         masked = tuple(map(self.dims.index, self._masked))
         values, masks = _read(tuple(read.values()), self.lengths, masked, items, *given)
         for i, value in zip(read, values, strict=True):
             leaves[i] = value
         return leaves, masks
+
+
+def dims_of_outputs(declared: Any, dims: Sequence[str], out: Any) -> list[tuple[str, int | None]]:
+    """Return each output with the ragged dimension that it is declared to begin with, if any."""
+    paths = [path for path, _ in leaves_with_names(out, "output")]
+    if declared is None:
+        return [(path, None) for path in paths]
+    ranks = ranks_of_leaves(declared, out, "output")
+    names = [rank.dims[0].name if rank is not None and rank.dims else None for rank in ranks]
+    found = [dims.index(name) if name in dims else None for name in names]
+    return list(zip(paths, found, strict=True))
+
+
+def depends_on_length(kernel: str, dim: str, path: str, shape: tuple[int, ...]) -> ValueError:
+    return ValueError(
+        f"{kernel}(): {path} has the shape {shape} for one item, which depends on how many rows "
+        f'the item is filled up to; declare the output, as in -> Float[Array, "{dim} 3"], if it '
+        "has a row for each row, or reduce that axis in the kernel"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

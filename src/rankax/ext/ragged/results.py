@@ -23,9 +23,9 @@ from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import as_inputs, resized
 from rankax.ext.explain.call import plan_of
 from rankax.ext.explain.plan import BatchPlan, shown
-from rankax.ext.lengths import Group, Shared
+from rankax.ext.lengths import Shared
 from rankax.ext.ragged.call import RaggedCall
-from rankax.ext.ragged.padded import Compiled
+from rankax.ext.ragged.padded import Compiled, Evaluate, depends_on_length
 from rankax.ext.ragged.type import Ragged, span
 from rankax.ext.runs import RunStates
 
@@ -33,7 +33,7 @@ from rankax.ext.runs import RunStates
 def call_ragged(
     call: KernelCall,
     compiled: Compiled | None = None,
-    of_item: Compiled | None = None,
+    of_item: Evaluate | None = None,
     shared: Shared | None = None,
 ) -> Any:
     """Evaluate a call with ragged arguments; each item by ``of_item``, if that is given."""
@@ -43,8 +43,6 @@ def call_ragged(
     if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
         return _reduced(ragged, reductions)
     calls = list(map(ragged.call_of, ragged.groups))
-    if len(calls) == 1:
-        _check_same_outputs(ragged, calls)
     outs = list(map(ragged.evaluate, calls))
     if reductions is None:
         return _in_order(ragged, outs, len(ragged.dense.batch_shape) - 1)
@@ -74,12 +72,14 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
             check_one_axis(ragged, path, dim)
             core, total, column = core[1:], int(ragged.lengths[:, dim].sum()), 2 + 2 * dim
         elif any(part.shape[axis + 1 :] != core for part in own):
-            raise _depends_on_length(ragged, path, core)
+            raise depends_on_length(ragged.call.name, ragged.dims[0], path, core)
         dims.append(dim)
         places.append((axis, column, max(1, ragged.size(total, dim))))
         shapes.append((*own[0].shape[:axis], total, *core))
     if not dims or (ragged.is_direct and {*dims} == {None}):
         return outs[0]
+    if len(outs) == 1 and {*dims} == {None}:  # they are in order, but filled up
+        return jax.tree.structure(outs[0]).unflatten(resized(parts[0], shapes))
     held = None
     for step in _steps(ragged, parts):
         held = _put(tuple(places), held, step)
@@ -164,31 +164,6 @@ def check_declared_outputs(ragged: RaggedCall) -> None:
             )
 
 
-def _check_same_outputs(ragged: RaggedCall, calls: Sequence[KernelCall]) -> None:
-    """Refuse outputs that depend on the padded length, where their shapes do not show it."""
-    last = calls[-1]
-    if len(calls) == 1:
-        (group,) = ragged.groups
-        last = ragged.call_of(Group(group.items, tuple(n + 1 for n in group.lengths)))
-    options = ragged.options.replace(batch_shape=None)
-    pair = [dataclasses.replace(each, lengths={}) for each in (calls[0], last)]
-    items = [each.trace(each.plan_whole(options)) for each in pair]
-    avals = [item.closed.out_avals for item in items]
-    named = ragged.dims_of(items[0].out_tree.unflatten(avals[0]))
-    for (path, dim), one, other in zip(named, *avals, strict=True):
-        if one.shape != other.shape and dim is None:
-            raise _depends_on_length(ragged, path, one.shape)
-
-
-def _depends_on_length(ragged: RaggedCall, path: str, shape: tuple[int, ...]) -> ValueError:
-    name = ragged.dims[0]
-    return ValueError(
-        f"{ragged.call.site}: {path} has the shape {shape} for one item, which depends on how "
-        f"many rows the item is filled up to; declare the output, as in -> "
-        f'Float[Array, "{name} 3"], if it has a row for each row, or reduce that axis in the kernel'
-    )
-
-
 # Reductions over the ragged items.
 
 
@@ -201,12 +176,15 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     of_run = total if ragged.compiled is None else max(total, 2**31 - 1)
     of_run = max(of_run, reductions.of_run or 0)
     calls = [ragged.call_of(group, reductions.for_runs(of_run)) for group in ragged.groups]
-    _check_same_outputs(ragged, calls)
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
     options = ragged.options.replace(batch_shape=None)
     of_item = reductions.for_runs(reductions.of_run or total)
-    item = calls[0].trace(calls[0].plan_whole(options), of_item)
-    runs = RunStates(reductions, item.outputs, ())
+
+    def outputs() -> Any:
+        return calls[-1].trace(calls[-1].plan_whole(options), of_item).outputs
+
+    parts = ragged.compiled
+    runs = RunStates(reductions, parts.kept(calls[-1], outputs) if parts else outputs(), ())
     batch = len(plan.batch_shape) - len(plan.reduced)
     states, kept = list[list[Any]](), list[list[Any]]()
     for own in calls:

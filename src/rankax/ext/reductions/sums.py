@@ -16,7 +16,15 @@ from rankax.core.base.arrays import has_tangent, scalar, wide
 from rankax.core.base.messages import check_callable
 from rankax.core.base.trees import check_leaves, leaves_with_names
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
-from rankax.core.reduce.row import Accumulation, Elementwise, Ordered, Row
+from rankax.core.reduce.row import (
+    Accumulation,
+    Elementwise,
+    Finding,
+    Ordered,
+    Request,
+    Row,
+    alone,
+)
 from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, Outer
 
 
@@ -37,10 +45,6 @@ class _Average(EachLeaf):
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         count = [] if outputs.mask is None else [outputs.counting()]
         return [*super().accumulations(outputs, size), *count]
-
-    def differentiable(self, outputs: Outputs, row: Row) -> Any:
-        count = [] if outputs.mask is None else [lax.expand_dims(row.count, (0,))]
-        return [*super().differentiable(outputs, row), *count]
 
     def finish_state(self, outputs: Outputs, state: Any, size: Any) -> Any:
         if outputs.mask is not None:
@@ -93,13 +97,14 @@ class Prod(_Accumulated):
     function = reduce = staticmethod(jnp.prod)
     identity, combine = 1, staticmethod(lax.mul)
 
-    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         if not has_tangent(aval):
-            return super().differentiable_leaf(aval, row, position)
+            return (yield from super().differentiable_leaf(aval, row, position))
         dtype = wide(self.dtype(aval))
-        row = row.then(lambda outs: outs[position].astype(dtype))
-        ordered = Ordered(np.ones(aval.shape, dtype), lax.mul)
-        (state,) = row.fold([Accumulation(0, ordered)], linear=False)
+        ordered = Accumulation(0, Ordered(np.ones(aval.shape, dtype), lax.mul))
+        (state,) = yield Request(
+            [ordered], (lambda outs: outs[position].astype(dtype),), is_linear=False
+        )
         return jnp.moveaxis(state, 0, -1)
 
 
@@ -144,17 +149,23 @@ class LogSumExp(EachLeaf):
         found = jnp.log(total) + largest.astype(total.dtype)
         return found.astype(dtype_of(jax.nn.logsumexp, aval))
 
-    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         if not has_tangent(aval):
-            return super().differentiable_leaf(aval, row, position)
+            return (yield from super().differentiable_leaf(aval, row, position))
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        parts = row.then(lambda outs: jnp.real(outs[position].astype(dtype)))
-        largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
-        (state,) = parts.fold_constants([Accumulation(0, largest)])
+
+        def wide_part(outs: list[jax.Array]) -> jax.Array:
+            return jnp.real(outs[position].astype(dtype))
+
+        def scaled(outs: list[jax.Array]) -> jax.Array:
+            return jnp.exp(outs[position].astype(dtype) - top)
+
+        largest = Accumulation(0, Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max))
+        (state,) = yield Request([largest], (wide_part,), is_constant=True)
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
-        scaled = row.then(lambda outs: jnp.exp(outs[position].astype(dtype) - top))
-        return state, *scaled.fold([_sum_of(0, aval, dtype)])
+        (total,) = yield Request([_sum_of(0, aval, dtype)], (scaled,))
+        return state, total
 
 
 class MomentsResult(NamedTuple):
@@ -189,23 +200,34 @@ class Moments(_Average):
         variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
-    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
+        count = [] if outputs.mask is None else [alone(outputs.counting(), is_linear=True)]
+        return [*super().differentiable(outputs, row), *count]
+
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         number = scalar(row.size, real) if self.where is None else row.count.astype(real)
         # The mean of no items is 0 in a state, as at the start of a loop.
         share = 1 / jnp.maximum(number, 1)
-        values = row.then(lambda outs: outs[position].astype(dtype))
-        (total,) = values.fold_constants([_sum_of(0, aval, dtype)])
+
+        def value(outs: list[jax.Array]) -> jax.Array:
+            return outs[position].astype(dtype)
+
+        def off_center(outs: list[jax.Array]) -> jax.Array:
+            return value(outs) - center
+
+        def squared(outs: list[jax.Array]) -> jax.Array:
+            off = off_center(outs)
+            return jnp.real(off * jnp.conj(off))
+
+        (total,) = yield Request([_sum_of(0, aval, dtype)], (value,), is_constant=True)
         # The distances from any constant give mean and variance, with all derivatives, in one pass;
         # from the mean, no large numbers are subtracted from each other.
         center = total[..., 0] * share.astype(dtype)
         center = jnp.where(jnp.isfinite(center), center, jnp.zeros_like(center))
-        offs = values.then(
-            lambda outs: outs[0] - center,
-            lambda outs: jnp.real((outs[0] - center) * jnp.conj(outs[0] - center)),
-        )
-        off, squares = offs.fold([_sum_of(0, aval, dtype), _sum_of(1, aval, real)])
+        steps = [_sum_of(0, aval, dtype), _sum_of(1, aval, real)]
+        off, squares = yield Request(steps, (off_center, squared))
         mean = lax.expand_dims(center, (center.ndim,)) + off * share.astype(dtype)
         squares = squares - jnp.real(off * jnp.conj(off)) * share
         return lax.expand_dims(number, (0,)), mean, squares

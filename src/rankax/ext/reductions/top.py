@@ -2,7 +2,6 @@
 """The best items of a row: their state, and how values are ordered."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -44,26 +43,30 @@ class Top(Chosen):
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         entries = keys, _ = self.entries(tile, index, counts)
+        if self.has_floats or (self.some and counts is not None):
+            return self.merge(state, entries)
 
-        def by_top_k(numbers: jax.Array) -> State:
+        def by_top_k() -> State:
             count = min(self.k, tile.shape[-1])
-            _, places = lax.top_k(numbers, count)
+            _, places = lax.top_k(keys, count)
             best = tuple(jnp.take_along_axis(x, places, axis=-1) for x in entries)
             return self.merge(state, concatenated(best, self.empty(self.k - count)))
 
-        if self.has_floats:
-            floats = as_floats(keys)
-            return by_top_k(floats if counts is None else jnp.where(counts, floats, -jnp.inf))
         if counts is None:
-            return by_top_k(keys)
+            return by_top_k()
         # An item that does not count can have the same key as one that does. Only the last tile has
         # items that were in another. A sort takes longer than `top_k`.
-        sort = functools.partial(self.merge, state, entries)
-        whole = functools.partial(by_top_k, keys)
-        return sort() if self.some else lax.cond(jnp.all(counts), whole, sort)
+        return lax.cond(jnp.all(counts), by_top_k, lambda: self.merge(state, entries))
 
     def merge(self, first: State, second: State) -> State:
-        return self.join(concatenated(first, second))
+        keys, index = both = concatenated(first, second)
+        if not self.has_floats:
+            return self.join(both)
+        # Equal keys keep their order. An entry without an item comes after NaN, of the same key.
+        is_empty = index == scalar(no_index(index.dtype), index.dtype)
+        floats = jnp.where(is_empty, -jnp.inf, as_floats(keys))
+        _, places = lax.top_k(floats, self.k)
+        return tuple(jnp.take_along_axis(x, places, axis=-1) for x in both)
 
     def join(self, state: State) -> State:
         return state if state[0].shape[-1] == self.k else tuple(first_k(self.k, *state))

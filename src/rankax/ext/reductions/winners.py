@@ -21,7 +21,14 @@ from rankax.core.base.messages import check_bool, listed, positive_int
 from rankax.core.loop.loop import saved
 from rankax.core.reduce.extrema import Arg, no_index, worst_value
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction
-from rankax.core.reduce.row import Accumulation, Accumulator, Elementwise, Row
+from rankax.core.reduce.row import (
+    Accumulation,
+    Accumulator,
+    Elementwise,
+    Finding,
+    Row,
+    alone,
+)
 from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.ext.reductions.sums import dtype_of
 from rankax.ext.reductions.top import Top, as_floats, first_k, has_floats, if_found, sort_key
@@ -109,13 +116,13 @@ class _Extremum(_Compared):
         index = type(self.arg).function(out, axis=0, keepdims=True)
         return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
 
-    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         if not has_tangent(aval):
-            return super().differentiable_leaf(aval, row, position)
+            return (yield from super().differentiable_leaf(aval, row, position))
         if words := too_many(row.size):  # only the derivative needs an index
             raise ValueError(f"{self.label} cannot be differentiated: {words}")
         arg = self.arg.of_items(self.where)
-        _, index = arg.differentiable_leaf(aval, row, position)
+        _, index = yield from arg.differentiable_leaf(aval, row, position)
         picked = _again(row).pick(index[..., 0], position)
         if self.where is not None:
             worst = worst_value(aval.dtype, largest=self.arg.largest)
@@ -355,6 +362,6 @@ class Best(Reduction):
         worst = worst_value(outs[number].dtype, largest=self.largest)
         return [if_found(index, x, worst if i == number else 0) for i, x in enumerate(outs)]
 
-    def differentiable(self, outputs: Outputs, row: Row) -> Any:
-        states = row.fold_constants(self.accumulations(outputs, row.size))
-        return self.partial(outputs, row, states)
+    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
+        steps = self.accumulations(outputs, row.size)
+        return [alone(step, is_constant=True) for step in steps]
