@@ -56,6 +56,7 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
         place = place_of(call, options) if place is None else place
         call = prepared(call, options, place)
         if (plan := by_hand(call, options, place)) is not None:
+            call = call.with_leaves(place.put(call.leaves, call, options)) if place else call
             return call.in_one_piece(plan)
         with observed(options, call.name) as observer:
             return _walked(traced(call, options, place), observer)
@@ -96,7 +97,8 @@ def prepared(call: Call, options: Options, place: Placement) -> Call:
 def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
     """Return the plan of a call that is nested maps of the kernel itself, as one writes by hand.
 
-    None: the kernel is traced for one item, because there is a loop, or a feature needs it.
+    None: the kernel is traced for one item, because there is a loop, or a feature needs it. A
+    kernel with a collective over its axis has no such program; a single chunk is all of its items.
     """
     if options.reduce is not None:
         return None
@@ -109,9 +111,13 @@ def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
         or place
         or not options.lockstep
         or options.memory_limit is not None
-        or (options.cpu_math and cpu_math.replaces(options, call.axis_name))
+        or (options.cpu_math and cpu_math.is_on(options))
     )
-    return None if needs_item else plan
+    is_whole = not plan.has_loop and options.lockstep and place.layout(plan, None).count == 1
+    if not needs_item or not is_whole or not call.has_collective(plan):
+        return None if needs_item else plan
+    memory.check_whole(call, plan, options)
+    return plan
 
 
 def observed(options: Options, name: str) -> contextlib.AbstractContextManager[Observer | None]:

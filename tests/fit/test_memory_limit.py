@@ -564,11 +564,17 @@ def test_a_limit_inside_shard_map_is_refused():
         return rankax.checkpoint_chunked_scan(step, x[0, 0], x, memory_limit="1 kB")[0][None]
 
     mapped = rankax.auto_vmap(1, memory_limit="1 kB")(kernel)
-    for call, name in ((mapped, "kernel()"), (scan, "checkpoint_chunked_scan(step)")):
+    size = (
+        " (one item computes 80 B, and its gradient about as much again, so chunk_size=6 should do)"
+    )
+    for call, name, also in (
+        (mapped, "kernel()", size),
+        (scan, "checkpoint_chunked_scan(step)", ""),
+    ):
         on_devices = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
         text = (
             f"{name}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
-            "of arrays name its mesh; give chunk_size"
+            f"of arrays name its mesh; give chunk_size{also}"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(text)}(\n|$)"):
             jax.jit(on_devices)(jnp.ones((8, 3)))

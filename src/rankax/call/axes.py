@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,10 @@ class AxisCall(Call):
         args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
         with noted_errors(self.fun, self._described):
             return self.fun(*args, **kwargs)
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Self:
+        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
+        return dataclasses.replace(self, leaves=list(leaves), args=args, kwargs=kwargs)
 
     def _described(self) -> tuple[Any, ...]:
         """Describe the arguments of one item, for an error of the function."""

@@ -302,11 +302,6 @@ def is_on(options: Options) -> bool:
     return options.cpu_math and HOLDS and options.on_cpu
 
 
-def replaces(options: Options, axis_name: Any) -> bool:
-    """Whether a call needs the program of an item, where functions are replaced."""
-    return is_on(options) and axis_name is None  # a collective needs the whole axis
-
-
 def notes(options: Options, jaxpr: Any) -> list[str]:
     """Name the functions that it would replace, for a plan."""
     return list(hints_of_cpu_math(jaxpr)) if options.on_cpu and not options.cpu_math else []

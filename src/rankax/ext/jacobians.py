@@ -34,6 +34,8 @@ from rankax.ext.wide import evaluate_wide
 
 Leaves = list[Any]
 
+_OF_SQUARES = ("diagonal", "trace")  # reductions of a Jacobian, besides those of any batch
+
 
 def _jacobian(
     caller: str,
@@ -51,8 +53,8 @@ def _jacobian(
     site = f"{caller}({function_name(fun)})"
     given = given_options(site, **given)
     transform(fun)
-    if reduce is not None and not (isinstance(reduce, str) and reduce in ("diagonal", "trace")):
-        found = read_reductions(reduce, site)
+    if reduce is not None and not (isinstance(reduce, str) and reduce in _OF_SQUARES):
+        found = read_reductions(reduce, site, _OF_SQUARES)
         if not jax.tree_util.treedef_is_leaf(found.structure):
             raise TypeError(f"{site}: reduce must be one reduction, which all inputs share")
         (reduce,) = found.entries

@@ -18,7 +18,7 @@ from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest
 from rankax.ext.memory.budget import MemoryFit
 from rankax.ext.memory.default import default_on_cpu, default_on_gpu, small_steps
-from rankax.ext.memory.limit import fit_to_limit
+from rankax.ext.memory.limit import check_fits, fit_to_limit
 
 
 def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles) -> int | None:
@@ -80,6 +80,19 @@ def within_limit(
     )
     key = key, item.out_axes
     return fit_to_limit(part.site, options, sizes, whole.closed, leaves, program, key)
+
+
+def check_whole(call: Call, plan: Plan, options: Options) -> None:
+    """Refuse a call with a collective over its axis that needs more than its memory limit."""
+    if options.memory_limit is None:
+        return
+
+    def whole(*mapped: Any) -> list[Any]:
+        leaves = {**dict(enumerate(call.leaves)), **dict(zip(plan.mapped, mapped, strict=True))}
+        return jax.tree.leaves(call.with_leaves([*leaves.values()]).in_one_piece(plan))
+
+    why = f"a collective over axis_name={call.axis_name!r} allows no chunks"
+    check_fits(call.site, options, whole, [call.leaves[i] for i in plan.mapped], why)
 
 
 def warn_of_small_steps(item: ItemProgram, plan: Plan) -> None:

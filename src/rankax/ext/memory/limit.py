@@ -29,7 +29,9 @@ from rankax.core.base.cache import Kept
 from rankax.core.loop.eager_programs import Unknown, fingerprint
 from rankax.core.plan.schedule import Shape
 from rankax.core.trace.derivatives import of_some
-from rankax.ext.memory.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
+from rankax.core.trace.programs import evaluate
+from rankax.ext.equations import bytes_of_item
+from rankax.ext.memory.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes, shown_bytes
 
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, and the
 # call as a function of constants and arrays, which returns a list.
@@ -86,20 +88,63 @@ def fit_to_limit(
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(site, item, shapes, (options, options.rules, sizes, key), fit)
+    def estimate() -> str:
+        limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
+        each = max(1, bytes_of_item(item.jaxpr))
+        size = min(total, max(1, limit // (2 * each)))
+        return (
+            f" (one item computes {shown_bytes(each)}, and its gradient about as much again, so "
+            f"chunk_size={size} should do)"
+        )
+
+    return fit_once(site, item, shapes, (options, options.rules, sizes, key), fit, estimate)
 
 
-def fit_once(site: str, item: Any, arrays: Any, key: Hashable, fit: Callable[[], Answer]) -> Answer:
-    """Return ``fit()``, or what it returned for an equal program, arrays of equal types and key."""
+def check_fits(
+    site: str, options: Any, call: Callable[..., list[Any]], arrays: Sequence[Any], why: str
+) -> None:
+    """Refuse a call of some arrays that cannot be cut, if it needs more than the limit."""
+    closed = jax.make_jaxpr(call)(*map(shape_of, arrays))
+    shapes = stand_ins((closed.consts, list(arrays)), options.target, site)
+
+    def whole(consts: list[Any], arrays: list[Any]) -> list[Any]:
+        return evaluate(closed.jaxpr, consts, *arrays)
+
+    def fit() -> tuple[int, int]:
+        compiler = dict(options.compiler_options or ()) or None
+        traced = jax.jit(whole).trace(*shapes), _gradient(whole, *shapes)[0]
+        needs = max(_temporaries(each, compiler) for each in traced if each is not None)
+        return needs, limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
+
+    needs, limit = fit_once(site, closed, shapes, (options, "whole"), fit)
+    if needs > limit:
+        raise ValueError(
+            f"{site}: it needs {shown_bytes(needs)}, and memory_limit is {shown_bytes(limit)}, but "
+            f"{why}; raise the limit to at least {needs} bytes"
+        )
+
+
+def fit_once(
+    site: str,
+    item: Any,
+    arrays: Any,
+    key: Hashable,
+    fit: Callable[[], Answer],
+    estimate: Callable[[], str] = str,
+) -> Answer:
+    """Return ``fit()``, or what it returned for an equal program, arrays of equal types and key.
+
+    ``estimate``: returns what to say where nothing can be measured.
+    """
     if any(hasattr(effect, "name") for effect in item.effects):
         raise ValueError(
             f"{site}: memory_limit cannot measure a kernel with a collective over an outer axis; "
-            "give chunk_size"
+            f"give chunk_size{estimate()}"
         )
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         raise ValueError(
             f"{site}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
-            "of arrays name its mesh; give chunk_size"
+            f"of arrays name its mesh; give chunk_size{estimate()}"
         )
     leaves, treedef = jax.tree.flatten(arrays)
     types = tuple((shape.shape, shape.dtype) for shape in map(shape_of, leaves))
