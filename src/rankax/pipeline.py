@@ -39,6 +39,7 @@ from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
 from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
 from rankax.core.reduce.protocol import FILL
+from rankax.core.trace.derivatives import has_refs
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest, nest_of
 from rankax.ext import cpu_math, once
@@ -163,6 +164,8 @@ def fit(own: Traced) -> Fitted:
     call, options, item, layout = own.call, own.options, own.item, own.layout
     if own.whole.is_empty:
         return Fitted(own.whole, options, {}, is_walked=True)
+    if has_refs(item.closed.jaxpr.constvars, item.closed.effects):
+        options = options.replace(checkpoint=False)  # JAX cannot differentiate a checkpointed Ref
     part = call.part(own.whole, layout.shapes()[-1]) if layout else call
     whole = part.plan_whole(options) if layout else own.whole
     found: dict[str, Any] = {}

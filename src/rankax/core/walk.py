@@ -21,7 +21,12 @@ from rankax.core.loop.spec import number_items, vmap_level
 from rankax.core.plan.schedule import Level, Plan
 from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
 from rankax.core.reduce.run import Reductions, RowReduction
-from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.core.trace.derivatives import (
+    call_with_derivative_of,
+    makes_ref,
+    without_derivative,
+    writes_ref,
+)
 from rankax.core.trace.programs import ItemProgram
 
 
@@ -89,6 +94,13 @@ class Nest:
         walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr, consts)
         operands = list(item.closed.consts), mapped, arrays
         evaluated = walk.evaluated
+        if self.differentiable and evaluated.loses_refs(item.closed):
+            forward = evaluated.not_differentiated().values(operands, back=False)
+            return without_derivative(
+                forward,
+                f"{item.site}: it uses a jax.Ref inside a loop over chunks, where JAX gets "
+                "derivatives wrong; use no Ref, or evaluate all items at once",
+            )
         if not self.differentiable or evaluated.serves_both(operands):
             return evaluated.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
@@ -226,6 +238,18 @@ class _Walk:
         """Return the inputs of a reduction as it reads them best, and the walk over them."""
         stored, levels = self.nest.rules.stored(mapped, self.nest.plan.levels)
         return self._with_levels(levels), stored
+
+    def loses_refs(self, closed: ClosedJaxpr) -> bool:
+        """Whether JAX gets derivatives wrong: those of a loop whose body makes a `jax.Ref`.
+
+        Such a body loses what it writes where only some of it is differentiated. A `jax.Ref` of the
+        caller keeps it, but is written again where an item is evaluated again.
+        Test: ``tests/upstream/test_upstream.py``.
+        """
+        if not any(level.is_loop for level in self.nest.plan.levels):
+            return False
+        again = self.nest.reductions is not None and not self._row({}).is_linear
+        return makes_ref(closed.effects) or (again and writes_ref(closed.effects))
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:

@@ -251,7 +251,8 @@ def _is_placed(params: dict[str, Any]) -> bool:
 @functools.cache
 def _unspecified() -> type:
     """Return the class of a sharding that `jax.jit` leaves open; it has no public name."""
-    (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(np.float32(0)).eqns
+    with jax.disable_jit(False):  # which the caller may have set
+        (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(np.float32(0)).eqns
     return type(call.params["in_shardings"][0])
 
 

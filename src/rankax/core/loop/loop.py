@@ -104,7 +104,7 @@ def carried_with(start: T, operands: Any) -> T:
     types = jax.sharding.get_abstract_mesh().axis_types
     if AxisType.Manual in types:
         axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(operands)))
-        return jax.tree.map(lambda x: _varying(x, axes - varying_axes(x)), start)
+        return jax.tree.map(lambda x: as_varying(x, axes - varying_axes(x)), start)
     return jax.tree.map(on_explicit_mesh, start)
 
 
@@ -124,7 +124,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     return aval.manual_axis_type.varying
 
 
-def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Declare that a value may differ among devices, which `jax.shard_map` checks."""
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 

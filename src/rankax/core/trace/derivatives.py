@@ -90,6 +90,17 @@ def _(primals: Any, tangents: Any) -> Any:
     return with_derivative(*primals), tangents[1]  # which has a derivative, too
 
 
+def without_derivative(tree: Any, words: str) -> Any:
+    """Return arrays whose derivative is refused."""
+    refused = jax.custom_jvp(lambda tree: tree)
+
+    @refused.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise ValueError(words)
+
+    return refused(tree)
+
+
 def _keep_rules(closed: ClosedJaxpr) -> Any:
     """Return a program equal to ``closed`` whose rules JAX does not forget.
 
@@ -115,7 +126,20 @@ def _with_kept_rules(jaxpr: Jaxpr) -> Any:
 
 def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
     """Whether a program with these inputs and effects takes a `jax.Ref`, or makes one."""
-    return any(map(is_ref, inputs)) or any(isinstance(e, _effect_of_new_ref()) for e in effects)
+    return any(map(is_ref, inputs)) or makes_ref(effects)
+
+
+def makes_ref(effects: Any) -> bool:
+    """Whether a program with these effects makes a `jax.Ref`."""
+    return any(isinstance(effect, _effect_of_new_ref()) for effect in effects)
+
+
+def writes_ref(effects: Any) -> bool:
+    """Whether a program with these effects writes a `jax.Ref` of its caller.
+
+    No public class tells, so the names do. Test: ``tests/loop/test_refs.py``.
+    """
+    return any(type(effect).__name__ in ("WriteEffect", "AccumEffect") for effect in effects)
 
 
 @functools.cache

@@ -71,8 +71,8 @@ def _reduction(leaf: Any, site: str, names: Sequence[str]) -> Reduction:
         name = getattr(leaf, "__name__", None)  # such as jnp.sum
         hint = f"; did you mean {name!r}?" if name in _BY_NAME else ""
         raise TypeError(
-            f"{site}: reduce must hold names ({listed(names, 'or')}), objects of rankax.reductions and None, "
-            f"got {type(leaf).__name__} {name or repr(leaf)}{hint}"
+            f"{site}: reduce must hold names ({listed(names, 'or')}), objects of "
+            f"rankax.reductions and None, got {type(leaf).__name__} {name or repr(leaf)}{hint}"
         )
     if leaf not in _BY_NAME:
         close = difflib.get_close_matches(leaf, names, 1)
