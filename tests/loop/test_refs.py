@@ -65,6 +65,18 @@ def test_reductions_in_chunks_refuse_derivatives(reduce):
     assert refusal(ValueError, jax.vjp, mapped, X).startswith(f"{here(kernel)}: {WORDS}")
 
 
+def negated(x):
+    held = jax.new_ref(x)
+    held[...] *= -1
+    return held[...]
+
+
+@pytest.mark.parametrize("reduce", ["max", slow("prod"), slow("logsumexp"), slow("sum")])
+def test_a_ref_that_begins_with_an_input(reduce):
+    got, want = (chunked_reduce(f, reduce, 2) for f in (negated, lambda x: -x))
+    assert_same(of(got, X), of(want, X))
+
+
 def loss_of(mapped, x, writes=True):
     """Return a loss that depends on what the kernel writes into a Ref of its caller."""
     seen = jax.new_ref(jnp.ones(()))

@@ -23,6 +23,7 @@ from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
 from rankax.core.reduce.run import Reductions, RowReduction
 from rankax.core.trace.derivatives import (
     call_with_derivative_of,
+    makes_constant_ref,
     makes_ref,
     without_derivative,
     writes_ref,
@@ -240,16 +241,17 @@ class _Walk:
         return self._with_levels(levels), stored
 
     def loses_refs(self, closed: ClosedJaxpr) -> bool:
-        """Whether JAX gets derivatives wrong: those of a loop whose body makes a `jax.Ref`.
+        """Whether JAX gets derivatives wrong: those of a loop whose body uses a `jax.Ref`.
 
-        Such a body loses what it writes where only some of it is differentiated. A `jax.Ref` of the
-        caller keeps it, but is written again where an item is evaluated again.
+        Such a body loses what it writes into one that it makes, if the first value is a constant. A
+        `jax.Ref` of the caller is written again where an item is evaluated again.
         Test: ``tests/upstream/test_upstream.py``.
         """
         if not any(level.is_loop for level in self.nest.plan.levels):
             return False
         again = self.nest.reductions is not None and not self._row({}).is_linear
-        return makes_ref(closed.effects) or (again and writes_ref(closed.effects))
+        is_made = makes_ref(closed.effects) and makes_constant_ref(closed.jaxpr)
+        return is_made or (again and writes_ref(closed.effects))
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:

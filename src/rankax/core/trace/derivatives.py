@@ -134,6 +134,17 @@ def makes_ref(effects: Any) -> bool:
     return any(isinstance(effect, _effect_of_new_ref()) for effect in effects)
 
 
+def makes_constant_ref(jaxpr: Jaxpr) -> bool:
+    """Whether a program makes a `jax.Ref` whose first value does not depend on its inputs."""
+    known = {*jaxpr.constvars, *jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        depends = any(not isinstance(v, Literal) and v in known for v in eqn.invars)
+        if makes_ref(eqn.effects) and not (depends and any(map(is_ref, eqn.outvars))):
+            return True  # or one inside a program that it calls
+        known |= {*eqn.outvars} if depends else set()
+    return False
+
+
 def writes_ref(effects: Any) -> bool:
     """Whether a program with these effects writes a `jax.Ref` of its caller.
 
