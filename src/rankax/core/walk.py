@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from rankax.core.base.arrays import in_32_bits, is_narrow
+from rankax.core.base.sizes import at_most
 from rankax.core.loop.loop import map_level, on_explicit_mesh
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import number_items, vmap_level
@@ -84,7 +85,7 @@ class Nest:
             The outputs; with ``reductions``, one value for each of them. Kept axes of the batch
             come first; outputs that are kept whole have all axes of the batch.
         """
-        if self.plan.in_flight > 1:
+        if not at_most(self.plan.in_flight, 1):
             item.check_order()
         arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
         mapped = [arrays.pop(position) for position in self.plan.mapped]

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from rankax.core.base.sizes import at_most
 from rankax.core.declare.dims import Rank
 from rankax.core.plan.schedule import LeafPlan, Plan, broadcast
 from rankax.core.trace.programs import ItemProgram, with_variables
@@ -74,7 +75,7 @@ class Apart(NamedTuple):
 
 def is_possible(plan: Plan, item: ItemProgram) -> bool:
     """Whether a call has arguments whose own work may be moved."""
-    has_axes = sum(size > 1 for size in plan.batch_shape) > 1
+    has_axes = sum(not at_most(size, 1) for size in plan.batch_shape) > 1
     counts = any(own.mask is not None for own in item.outputs)
     return has_axes and not counts and not item.closed.effects
 
@@ -83,7 +84,7 @@ def pieces(
     jaxpr: Jaxpr, plan: Plan, chosen: Sequence[Axes] | None = None
 ) -> tuple[list[Piece], Piece]:
     """Split the program of an item into pieces, which are dear or ``chosen``, and the rest."""
-    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
+    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if not at_most(size, 1))
     on = _axes(jaxpr, plan)
     groups: dict[Axes, list[Any]] = {}
     of: dict[int, Axes] = {}
@@ -119,7 +120,7 @@ def pieces(
 
 def _axes(jaxpr: Jaxpr, plan: Plan) -> dict[Any, Axes]:
     """Return the axes on which the inputs of the program of an item depend."""
-    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
+    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if not at_most(size, 1))
     on: dict[Any, Axes] = {v: frozenset() for v in jaxpr.constvars}
     on |= dict.fromkeys(jaxpr.invars, every)  # numbers of items, after the leaves
     for v, axes in zip(jaxpr.invars, plan.batch_axes, strict=False):

@@ -94,8 +94,8 @@ class MemoryFit:
         Why there is no gradient, if there is none: ``"Differentiation rule for 'schur' not
         implemented"``.
     cotangents : int
-        What the gradient needs besides for the cotangents of large arguments, for any chunk size, if
-        it is taken with respect to those. They are left out if they alone exceed the limit.
+        What the gradient needs besides, for any chunk size, if it is also taken with respect to
+        large arguments: their cotangents are left out where there is no room for them.
     """
 
     limit: int

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 
 from rankax._options import Options
 from rankax.call.base import Call
+from rankax.core.base.sizes import is_known
 from rankax.core.loop.eager_programs import warn_once
 from rankax.core.plan.schedule import Plan, Tiles
 from rankax.core.trace.programs import ItemProgram
@@ -24,6 +25,8 @@ from rankax.ext.memory.limit import check_fits, fit_to_limit
 def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles) -> int | None:
     """Return how many items of a reduction are evaluated at once, if nothing else bounds them."""
     jaxpr, sizes = item.closed.jaxpr, tuple(level.size for level in whole.levels)
+    if not all(map(is_known, sizes)):
+        return None
     if options.on_cpu:
         if tiles.side and math.prod(sizes) > tiles.side**2:
             return tiles.side**2

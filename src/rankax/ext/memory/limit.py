@@ -10,8 +10,9 @@ The whole call is compiled, not the chunk, because what the loop adds counts too
 of the outputs where no chunk divides the batch. The gradient is measured with respect to all
 floating arrays, including those that the kernel closes over, because a forward call does not show
 what will be differentiated. Where no chunk is small enough for that, the cotangents of large arrays
-are left out, for which nobody may ask: they are as large as the arrays, for any chunk. Arrays that the kernel closes over become inputs of the measured
-program: they may be tracers of an outer trace, and only their shapes are known.
+are left out, for which nobody may ask: they are as large as the arrays, for any chunk. Arrays that
+the kernel closes over become inputs of the measured program: they may be tracers of an outer trace,
+and only their shapes are known.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Program = Callable[[int, bool | None], tuple[int, Callable[..., Any]]]
 
 Answer = TypeVar("Answer")
 
-# The cotangent of an array may be left out if it has so large a share of a limit, and so many bytes.
+# The cotangent of an array may be left out if it has this share of a limit, and so many bytes.
 _LARGE, _LEAST_LARGE = 10, 2**20
 
 _kept: Kept[Any] = Kept(1024, "chunk sizes by memory limit")
