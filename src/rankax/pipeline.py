@@ -45,6 +45,7 @@ from rankax.core.walk import Nest, nest_of
 from rankax.ext import cpu_math, once
 from rankax.ext.batched import Batched
 from rankax.ext.devices.call import devices_of
+from rankax.ext.devices.place import sharded_like
 from rankax.ext.lanes import walker as lanes
 from rankax.ext.memory import choose as memory
 from rankax.ext.progress import progress_of_call
@@ -60,7 +61,13 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
             call = call.with_leaves(place.put(call.leaves, call, options)) if place else call
             return call.in_one_piece(plan)
         with observed(options, call.name) as observer:
-            return _walked(traced(call, options, place), observer)
+            out = _walked(traced(call, options, place), observer)
+        if options.devices is not False or not any(map(is_spread, call.leaves)):
+            return out
+        whole = options.replace(chunk_size=None, memory_limit=None, lockstep=True, progress=False)
+        if options == whole:
+            return out
+        return sharded_like(functools.partial(evaluate, call, whole, place), out, call.leaves)
 
 
 def options_of(call: Call, options: Options) -> Options:
