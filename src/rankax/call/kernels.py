@@ -32,7 +32,14 @@ from rankax.core.base.messages import (
     noted_errors,
     shortened,
 )
-from rankax.core.base.trees import Items, check_outputs, check_returned, leaves_with_names
+from rankax.core.base.trees import (
+    Items,
+    check_outputs,
+    check_returned,
+    is_sparse,
+    leaves_with_names,
+    refusal_of_sparse,
+)
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
 from rankax.core.plan.report import call_error, output_error
@@ -565,6 +572,10 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     nodes: dict[int, Any] = {}
     for name, value in values.items():
         for path, subtree, rank in _with_ranks(kernel, name, value):
+            if rank is not None and any(
+                map(is_sparse, jax.tree.leaves(subtree, is_leaf=is_sparse))
+            ):
+                raise refusal_of_sparse(f"{kernel.name}()", path, subtree)
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
             for at, node in leaves_with_names(subtree, path, stops=lambda x: isinstance(x, Ragged)):
