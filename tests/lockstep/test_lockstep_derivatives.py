@@ -314,14 +314,14 @@ def up(x):
     return lax.while_loop(lambda y: y < -1e-2, lambda y: y * 0.3, x)
 
 
-def in_a_loop(x):
+def ends_in_a_loop(x):
     def body(y):
         return 0.3 * lax.while_loop(lambda z: (z <= 1) | (z > 10), lambda z: z * 0.5, y * 3)
 
     return lax.while_loop(lambda y: y > 1, body, jnp.abs(x) + 1)
 
 
-def in_a_scan(x):
+def ends_in_a_scan(x):
     return lax.scan(lambda y, a: (by_sign(y) * a, y), x, jnp.asarray([90.0, 80.0]))[0]
 
 
@@ -333,8 +333,8 @@ ENDLESS = {
     "cond": by_sign,
     "nested": lambda x: lax.cond(x > -1, lambda x: by_sign(2 * x) * x, up, x),
     "switch": lambda x: lax.switch(jnp.int32(jnp.clip(x + 1, 0, 2)), [up, jnp.sin, down], x),
-    "loop": in_a_loop,
-    "scan": in_a_scan,
+    "loop": ends_in_a_loop,
+    "scan": ends_in_a_scan,
 }
 
 
