@@ -101,7 +101,9 @@ def test_a_ref_of_the_caller_has_right_gradients(reduce):
     def plain(kernel):
         return (lambda x: jnp.sum(one_by_one(kernel)(x))) if reduce else one_by_one(kernel)
 
-    got, want = (jax.jit(jax.value_and_grad(lambda x, f=f: loss_of(f, x)))(X) for f in (mapped, plain))
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda x, f=f: loss_of(f, x)))(X) for f in (mapped, plain)
+    )
     assert_same(got, want)
 
 

@@ -24,6 +24,7 @@ from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
 from rankax.core.reduce.run import Reductions, RowReduction
 from rankax.core.trace.derivatives import (
     call_with_derivative_of,
+    is_plain,
     makes_constant_ref,
     makes_ref,
     without_derivative,
@@ -103,6 +104,8 @@ class Nest:
                 f"{item.site}: it uses a jax.Ref inside a loop over chunks, where JAX gets "
                 "derivatives wrong; use no Ref, or evaluate all items at once",
             )
+        if is_plain():
+            return evaluated.not_differentiated().values(operands, back=False)
         if not self.differentiable or evaluated.serves_both(operands):
             return evaluated.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from rankax.core.base.arrays import SMALL, has_tangent, is_ref
 from rankax.core.base.sizes import at_most
+from rankax.core.trace.derivatives import is_plain
 from rankax.core.trace.programs import subprograms
 
 MOST_PLAIN = 20  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
@@ -38,7 +39,7 @@ def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Ar
     What it took is itself a number of their dtype, and found without a comparison (Knuth, The Art
     of Computer Programming, volume 2, 4.2.2). To add it to the next number is due to Kahan (1965).
     """
-    total, lost = _add.bind(total, lost, x)
+    total, lost = _added(total, lost, x) if is_plain() else _add.bind(total, lost, x)
     return total, lost
 
 

@@ -26,9 +26,11 @@ Rules cannot be compared, so a differentiated eager call of a kernel with rules 
 loop (`derivatives_key` of `core/loop/eager_programs.py`).
 """
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -43,6 +45,24 @@ from rankax.core.trace import programs
 
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+_plain = ContextVar("rankax_plain", default=False)
+
+
+@contextlib.contextmanager
+def plainly(value: bool) -> Generator[None]:
+    """Enter a scope in which programs have no primitive of this library, or may have some."""
+    token = _plain.set(value)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def is_plain() -> bool:
+    """Whether programs are to have no primitive of this library."""
+    return _plain.get()
 
 
 def call_with_derivative_of(
@@ -62,6 +82,8 @@ def call_with_derivative_of(
     With a ``key``, programs are compared (`core/loop/eager_programs.py`): if the program of ``fun``
     and the key are equal, so is the program of ``other``.
     """
+    if is_plain():
+        return fun(*args)
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[Any] = []
 
@@ -106,7 +128,7 @@ def _keep_rules(closed: ClosedJaxpr) -> Any:
 
     The same object if it has no rules.
     """
-    return programs.mapped_program(_with_kept_rules, closed)
+    return closed if is_plain() else programs.mapped_program(_with_kept_rules, closed)
 
 
 keep_rules = _keep_rules if _FORGETS else programs.unchanged
