@@ -24,6 +24,7 @@ from rankax.core.declare.ranks import SYNONYMS
 from rankax.core.loop.eager_programs import checking
 from rankax.core.protocols import NO_RULES, Rules
 from rankax.core.reduce.run import Reductions
+from rankax.core.trace.derivatives import plainly
 from rankax.ext.devices.place import checked_devices
 from rankax.ext.lengths import checked_bucket
 from rankax.ext.memory.budget import checked_limit
@@ -263,6 +264,7 @@ class Entered(Scoped, total=False):
     """What a scope can set, options and more."""
 
     check: bool
+    plain: bool
 
 
 class Given(Scoped, total=False):
@@ -299,6 +301,14 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
         twice. The environment variable ``RANKAX_CHECK=1``, set before rankax is imported, makes
         that the default.
 
+    plain
+        Whether programs consist of `jax.vmap`, loops and operations of JAX alone, for packages that
+        read them equation by equation, such as folx and asdex. Derivatives are those of such loops:
+        right, but not bounded in memory. ``xla_cpu=False`` and ``chunk_size=None`` become defaults,
+        because some of these packages read no loops. Eager calls are compiled each time. Only
+        ``batched=True`` is a primitive all the same. No call knows whether it is inside
+        `jax.make_jaxpr`, so the scope has to be entered where a program is made to be read.
+
     Returns
     -------
     context manager
@@ -329,6 +339,10 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
     checks = given.pop("check", None)
     if checks is not None:
         check_bool(checks, "rankax.options", "check")
+    plain = given.pop("plain", None)
+    if plain is not None:
+        check_bool(plain, "rankax.options", "plain")
+        given = {"xla_cpu": False, "chunk_size": None, **given} if plain else given
     checked = checked_options(given, "rankax.options")
     for name in checked:
         if name not in _SCOPED:
@@ -336,14 +350,18 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
                 f"rankax.options: {name} belongs to a kernel; use "
                 f"kernel.with_options({name}=...) (a scope can set {listed(_SCOPED)})"
             )
-    return _entered(checked, checks)
+    return _entered(checked, checks, plain)
 
 
 @contextlib.contextmanager
-def _entered(checked: dict[str, Any], checks: bool | None) -> Generator[None]:
+def _entered(checked: dict[str, Any], checks: bool | None, plain: bool | None) -> Generator[None]:
     token = _scope.set({**(_scope.get() or {}), **checked})
+    none = contextlib.nullcontext()
     try:
-        with contextlib.nullcontext() if checks is None else checking(checks):
+        with (
+            none if checks is None else checking(checks),
+            none if plain is None else plainly(plain),
+        ):
             yield
     finally:
         _scope.reset(token)
@@ -357,5 +375,6 @@ vars(options)["__signature__"] = inspect.Signature(
             for name in _SCOPED
         ),
         inspect.Parameter("check", inspect.Parameter.KEYWORD_ONLY, default=False),
+        inspect.Parameter("plain", inspect.Parameter.KEYWORD_ONLY, default=False),
     ]
 )

@@ -39,11 +39,13 @@ from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
 from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
 from rankax.core.reduce.protocol import FILL
+from rankax.core.trace.derivatives import has_refs
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest, nest_of
 from rankax.ext import cpu_math, once
 from rankax.ext.batched import Batched
 from rankax.ext.devices.call import devices_of
+from rankax.ext.devices.place import sharded_like
 from rankax.ext.lanes import walker as lanes
 from rankax.ext.memory import choose as memory
 from rankax.ext.progress import progress_of_call
@@ -56,9 +58,16 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
         place = place_of(call, options) if place is None else place
         call = prepared(call, options, place)
         if (plan := by_hand(call, options, place)) is not None:
+            call = call.with_leaves(place.put(call.leaves, call, options)) if place else call
             return call.in_one_piece(plan)
         with observed(options, call.name) as observer:
-            return _walked(traced(call, options, place), observer)
+            out = _walked(traced(call, options, place), observer)
+        if options.devices is not False or not any(map(is_spread, call.leaves)):
+            return out
+        whole = options.replace(chunk_size=None, memory_limit=None, lockstep=True, progress=False)
+        if options == whole:
+            return out
+        return sharded_like(functools.partial(evaluate, call, whole, place), out, call.leaves)
 
 
 def options_of(call: Call, options: Options) -> Options:
@@ -96,7 +105,8 @@ def prepared(call: Call, options: Options, place: Placement) -> Call:
 def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
     """Return the plan of a call that is nested maps of the kernel itself, as one writes by hand.
 
-    None: the kernel is traced for one item, because there is a loop, or a feature needs it.
+    None: the kernel is traced for one item, because there is a loop, or a feature needs it. A
+    kernel with a collective over its axis has no such program; a single chunk is all of its items.
     """
     if options.reduce is not None:
         return None
@@ -109,9 +119,13 @@ def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
         or place
         or not options.lockstep
         or options.memory_limit is not None
-        or (options.cpu_math and cpu_math.replaces(options, call.axis_name))
+        or (options.cpu_math and cpu_math.is_on(options))
     )
-    return None if needs_item else plan
+    is_whole = not plan.has_loop and options.lockstep and place.layout(plan, None).count == 1
+    if not needs_item or not is_whole or not call.has_collective(plan):
+        return None if needs_item else plan
+    memory.check_whole(call, plan, options)
+    return plan
 
 
 def observed(options: Options, name: str) -> contextlib.AbstractContextManager[Observer | None]:
@@ -162,6 +176,8 @@ def fit(own: Traced) -> Fitted:
         return Fitted(own.whole, options, {}, is_walked=True)
     item, whole = (own.apart.item, own.apart.plan) if own.apart else (own.item, own.part)
     jaxpr, found = item.closed.jaxpr, dict[str, Any]()
+    if has_refs(jaxpr.constvars, item.closed.effects):
+        options = options.replace(checkpoint=False)  # JAX cannot differentiate a checkpointed Ref
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
     tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(jaxpr, updated)
     if options.hoist and tiles.forward:

@@ -138,6 +138,23 @@ def test_a_list_of_arrays_and_none_are_named():
     assert note.endswith("\n\nm is None, which passes through whatever its rank.")
 
 
+def test_arguments_without_a_rank_are_in_the_note():
+    def reshaped(v, n, options, m=None):
+        return v.reshape(n)
+
+    _, (note,) = error_of(lambda: auto_vmap(v=1)(reshaped)(V, 2, {"m": M, "name": "x" * 50}))
+    assert note == (
+        f"This error comes from {here(reshaped)}, called with\n\n"
+        "    argument         shape   rank  one item\n"
+        "    v                (4, 3)  1     (3,)\n"
+        "    n                        None  2\n"
+        "    options['m']     (5, 5)  None  (5, 5)\n"
+        f"    options['name']          None  '{'x' * 39}"
+    )
+    _, (note,) = error_of(lambda: auto_vmap(v=1, jit=True)(reshaped)(V, None, ()))
+    assert note.endswith("    n                 None  None\n    options           None  tuple")
+
+
 CHOICES = {
     "auto_vmap": (auto_vmap(1, 2, chunk_size=2)(chosen), M, "value of the argument v."),
     "chunked_vmap": (chunked_vmap(chosen, 2), M[:4, None], "values of the arguments v and m."),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from helpers import assert_same
+from helpers import assert_same, refusal
 from rankax import SplitKey, auto_vmap
 
 x, bucket = (jnp.asarray(x) for x in (np.arange(12.0).reshape(4, 3), np.arange(4.0)))
@@ -232,3 +232,31 @@ def test_options_that_parameters_are_named_like():
         auto_vmap(x=1, devices=0, jit=1)(both)
     with pytest.raises(TypeError, match="got 'no'"):
         auto_vmap(ranks={"chunk_size": 0}, chunk_size="no")(lambda chunk_size: chunk_size)
+
+
+def wrapped(*args, **kwargs):
+    return sum(jnp.sum(arg) for arg in (*args, *kwargs.values()))
+
+
+MISSED = {
+    "by position": ((cube,), {}, "args[0] (2, 2, 2)"),
+    "beside another rank": ((cube,), {"y": cube}, "args[0] (2, 2, 2)"),
+    "by another name": ((), {"z": cube}, "kwargs['z'] (2, 2, 2)"),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs", "came"), MISSED.values(), ids=MISSED)
+def test_a_rank_by_name_that_meets_no_argument(args, kwargs, came):
+    kernel = auto_vmap(x=1, y=2)(wrapped)
+    absent = "x" if "y" in kwargs else "x and y"
+    assert refusal(TypeError, kernel, *args, **kwargs) == (
+        f"wrapped(): the rank of {absent} meets no argument of that name; the call passes {came}, "
+        f"without a rank. Pass {absent} by name, or give ranks as the call passes arguments"
+    )
+
+
+def test_a_rank_by_name_may_be_left_out():
+    kernel = auto_vmap(x=1, y=2)(wrapped)
+    assert_same(kernel(x=cube), jnp.sum(cube, -1))
+    assert_same(kernel(3.0, x=cube), jnp.sum(cube, -1) + 3)
+    assert_same(kernel(1.0), jnp.asarray(1.0))

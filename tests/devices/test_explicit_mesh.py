@@ -47,6 +47,24 @@ def test_a_program_whose_arguments_are_on_no_mesh(mesh):
     same(jax.tree.map(np.asarray, found), want, rtol=1e-3, atol=1e-2)
 
 
+@on("Explicit")
+@pytest.mark.parametrize("options", [{"chunk_size": 2}, {"chunk_size": 3, "jit": True}], ids=str)
+def test_without_devices_results_are_sharded_alike(mesh, options):
+    whole = auto_vmap(1, 2, devices=False)(scalar)
+    x, w = put(mesh, X, "d"), put(mesh, W)
+    chunked = whole.with_options(**options)
+    want, pull = jax.vjp(whole, x, w)
+    got, pull_chunked = jax.vjp(chunked, x, w)
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+    same(got, want)
+    same(pull_chunked(want), pull(want), rtol=1e-4)
+    pairs = auto_vmap(0, 0, devices=False, reduce="sum", reduce_axis=-1, **options)(jnp.multiply)
+    rows = jax.reshard(x[:, :1], P("d"))
+    got, want = pairs(rows, jnp.ones(5)), pairs.with_options(chunk_size=None)(rows, jnp.ones(5))
+    assert jax.typeof(got) == jax.typeof(want)
+    same(got, want)
+
+
 @from_0_10_1
 @on("Explicit")
 def test_all_items_are_finite(mesh):

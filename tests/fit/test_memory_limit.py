@@ -279,10 +279,46 @@ def test_more_than_one_item_needs():
     one = kernel.with_options(chunk_size=1)  # to measure no other
     assert one.with_options(memory_limit=least).plan(X).memory.chunk_size == 1
     few = one.with_options(memory_limit=9000)
-    step = r"raise it to at least \d+ bytes, or pass checkpoint=False if you need no gradient$"
-    with pytest.raises(ValueError, match=step):
+    with pytest.raises(ValueError, match="or split the item itself, such as with chunked_vmap"):
         few(X)
     assert few.with_options(checkpoint=False).plan(X).memory.chunk_size == 1
+
+
+def residual(x, y, draw):
+    return (y - draw * x) ** 2
+
+
+def test_cotangents_of_large_arguments_are_left_out():
+    kernel = auto_vmap(0, 0, 0, reduce="sum", reduce_axis=-1, memory_limit="1 MB")(residual)
+    arguments = shape(1_000_000), shape(1_000_000), shape(50, 1)
+    plan = kernel.plan(*arguments)
+    assert max(plan.memory.forward, plan.memory.gradient) < 50_000
+    assert plan.memory.cotangents > 7 * MB
+    text = f"(with cotangents of large arguments, {plan.memory.cotangents / 1e6:.3g} MB more)"
+    assert text in str(plan)
+
+    def loss(draws, x, y):
+        return jnp.sum(kernel(x, y, draws))
+
+    x, y, draws = arguments
+    assert temporary_bytes(jax.grad(loss), draws, x, y) < 50_000
+    # Another limit has room for all of them, as before.
+    assert not kernel.with_options(memory_limit="20 MB").plan(*arguments).memory.cotangents
+
+
+def test_what_is_in_flight_counts_beside_cotangents():
+    """A large array of which each item takes much: more items need more."""
+
+    def kernel(rows, shift):
+        return jnp.sum(jnp.sin(jnp.outer(rows, rows) + shift))
+
+    mapped = auto_vmap(1, 0, memory_limit="1 MB", xla_cpu=False)(kernel)
+    memory = mapped.plan(shape(20_000, 100), shape(20, 1)).memory
+    assert memory.cotangents > MB
+    assert memory.chunk_size < 100
+    words = r"kB forward and .* kB in the gradient \(and .* MB for cotangents of large arguments\)"
+    with pytest.raises(ValueError, match=words):
+        mapped.with_options(memory_limit="10 kB").plan(shape(20_000, 100), shape(20, 1))
 
 
 def test_the_limit_advised_is_the_least_that_fits():
@@ -564,11 +600,17 @@ def test_a_limit_inside_shard_map_is_refused():
         return rankax.checkpoint_chunked_scan(step, x[0, 0], x, memory_limit="1 kB")[0][None]
 
     mapped = rankax.auto_vmap(1, memory_limit="1 kB")(kernel)
-    for call, name in ((mapped, "kernel()"), (scan, "checkpoint_chunked_scan(step)")):
+    size = (
+        " (one item computes 80 B, and its gradient about as much again, so chunk_size=6 should do)"
+    )
+    for call, name, also in (
+        (mapped, "kernel()", size),
+        (scan, "checkpoint_chunked_scan(step)", ""),
+    ):
         on_devices = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
         text = (
             f"{name}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
-            "of arrays name its mesh; give chunk_size"
+            f"of arrays name its mesh; give chunk_size{also}"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(text)}(\n|$)"):
             jax.jit(on_devices)(jnp.ones((8, 3)))

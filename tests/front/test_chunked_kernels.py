@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What a kernel does that a chunk may not see: its outputs, its axis, its branches, its effects."""
 
+import re
+
 import jax
 import jax.experimental
 import jax.extend
@@ -163,6 +165,47 @@ def test_a_collective_works_in_one_chunk_only(fun, outer):
         "of one chunk only; use jax.vmap, or take the collective out of the kernel"
     )
     assert refusal(ValueError, call, 1) == refusal(ValueError, call, 2) == text
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_limit": "1 MB"}, {"devices": 1}, {"checkpoint": False}], ids=str
+)
+@pytest.mark.parametrize("chunk_size", [None, 9])
+def test_a_collective_works_with_options(options, chunk_size):
+    def fun(x, w):
+        return {"out": x * w - lax.pmean(x, "i")}
+
+    def call(mapped):
+        loss = lambda x, w: jnp.sum(mapped(x, w)["out"] ** 2)  # noqa: E731
+        return mapped(X, 2.0), jax.grad(loss, (0, 1))(X, 2.0)
+
+    mapped = chunked_vmap(fun, chunk_size, (0, None), axis_name="i", **options)
+    want = call(jax.vmap(fun, (0, None), axis_name="i"))
+    assert_same(call(mapped), want)
+    assert_same(jax.jit(lambda: call(mapped))(), want)
+
+
+def test_a_collective_that_needs_more_than_the_limit():
+    mapped = chunked_vmap(
+        lambda x: jnp.outer(x, x) @ (x - lax.pmean(x, "i")),
+        None,
+        axis_name="i",
+        memory_limit="1 kB",
+    )
+    text = refusal(ValueError, mapped, jnp.ones((7, 30)))
+    assert re.fullmatch(
+        r"chunked_vmap\(<lambda>\): it needs [\d.]+ kB, and memory_limit is 1 kB, but a "
+        r"collective over axis_name='i' allows no chunks; raise the limit to at least \d+ bytes",
+        text,
+    )
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, None])
+def test_the_length_of_the_axis_is_known_in_chunks(chunk_size):
+    def fun(x):
+        return x * lax.axis_size("i") + lax.psum(1, "i")
+
+    assert_same(chunked_vmap(fun, chunk_size, axis_name="i")(X), jax.vmap(fun, axis_name="i")(X))
 
 
 def test_a_name_that_the_kernel_lacks_is_no_axis():

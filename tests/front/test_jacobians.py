@@ -422,6 +422,12 @@ BAD = {
     "hessian(sum): chunk_size must be a positive int, got 0": (
         lambda: chunked_hessian(jnp.sum, chunk_size=0)
     ),
+    "hessian(sum): no reduction is called 'diag'; did you mean 'diagonal'?": (
+        lambda: chunked_hessian(jnp.sum, reduce="diag")
+    ),
+    "any, all, logsumexp, gram, diagonal and trace": (
+        lambda: chunked_hessian(jnp.sum, reduce="laplacian")
+    ),
     "its weights are for the rows of a Jacobian": (
         lambda: rankax.chunked_reduce(jnp.sin, reductions.Gram(X), 2)(X)
     ),

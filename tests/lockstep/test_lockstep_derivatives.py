@@ -301,3 +301,49 @@ def test_lanes_that_count_steps_compute_the_values():
     assert_same(gradient(x)[0][1], jax.jit(value)(x)[1], rtol=0, atol=0)
     # Lanes: rounds and steps. Reverse: tiles, their steps, steps back, carries, steps to these.
     assert gradient.as_text().count(" while(") == 2 + 5
+
+
+# Loops that do not end for the items of another branch, or for those that are done.
+
+
+def down(x):
+    return lax.while_loop(lambda y: (y <= 0) | (y > 1e-2), lambda y: y * 0.3, x)
+
+
+def up(x):
+    return lax.while_loop(lambda y: y < -1e-2, lambda y: y * 0.3, x)
+
+
+def ends_in_a_loop(x):
+    def body(y):
+        return 0.3 * lax.while_loop(lambda z: (z <= 1) | (z > 10), lambda z: z * 0.5, y * 3)
+
+    return lax.while_loop(lambda y: y > 1, body, jnp.abs(x) + 1)
+
+
+def ends_in_a_scan(x):
+    return lax.scan(lambda y, a: (by_sign(y) * a, y), x, jnp.asarray([90.0, 80.0]))[0]
+
+
+def by_sign(x):
+    return lax.cond(x >= 0, jax.jit(down), up, x)
+
+
+ENDLESS = {
+    "cond": by_sign,
+    "nested": lambda x: lax.cond(x > -1, lambda x: by_sign(2 * x) * x, up, x),
+    "switch": lambda x: lax.switch(jnp.int32(jnp.clip(x + 1, 0, 2)), [up, jnp.sin, down], x),
+    "loop": ends_in_a_loop,
+    "scan": ends_in_a_scan,
+}
+
+
+@pytest.mark.parametrize("name", ["cond", "loop", *map(slow, ["nested", "switch", "scan"])])
+def test_loops_that_end_only_for_the_items_that_reach_them(name):
+    fun, x = ENDLESS[name], jnp.asarray([0.3, -0.2, 1.0, -5.0, 2.0])
+    mapped = free(fun, 2)
+    want = [jax.jvp(fun, (item,), (jnp.float32(1),)) for item in x]
+    values, slopes = map(jnp.stack, zip(*want, strict=True))
+    got, pull = jax.vjp(mapped, x)
+    assert_same((got, *pull(jnp.ones(5))), (values, slopes), rtol=1e-4)
+    assert_same(jax.jvp(mapped, (x,), (jnp.ones(5),))[1], slopes, rtol=1e-4)

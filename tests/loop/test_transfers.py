@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from helpers import at_each_run, slow
-from rankax import auto_vmap, checkpoint_chunked_scan, chunked_jacfwd, chunked_jacrev, sliced_scan
+from rankax import (
+    Ragged,
+    auto_vmap,
+    checkpoint_chunked_scan,
+    chunked_jacfwd,
+    chunked_jacrev,
+    sliced_scan,
+)
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 X = np.linspace(0.1, 1.0, 21, dtype=np.float32).reshape(7, 3)
@@ -58,6 +65,18 @@ def test_eager_calls_transfer_nothing_implicitly(call):
     for _ in range(2):
         with jax.transfer_guard("disallow"):
             jax.block_until_ready(call(x))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"jit": True}, slow({"reduce": "sum"}), slow({"jit": True, "bucket": True})]
+)
+def test_ragged_items_transfer_nothing_implicitly(options):
+    signature, kernel = ("(n)->()", jnp.sum) if "reduce" in options else ("(n)->(n)", squares)
+    mapped = auto_vmap(signature, **{"chunk_size": 2, **options})(lambda x: kernel(x))
+    items = Ragged(jnp.arange(12.0), [1, 2, 3, 0, 6])
+    for _ in range(2):
+        with jax.transfer_guard("disallow"):
+            jax.block_until_ready(mapped(items))
 
 
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, slow({"reduce": "argmax"})], ids=str)

@@ -82,6 +82,24 @@ def test_the_second_derivative_of_a_function_with_a_rule(loops):
     np.testing.assert_allclose(second, 3.02721 if forgets else 0.7568025, rtol=1e-5)
 
 
+def test_a_loop_forgets_what_its_body_writes_into_a_ref():
+    """`_Walk.loses_refs` refuses such derivatives in chunks; once mended, it may go.
+
+    The section of docs/limits.md: "Scans".
+    """
+
+    def square(x):
+        held = jax.new_ref(jnp.zeros(()))
+        held[...] += x * x
+        return held[...]
+
+    def loss(x):
+        return jnp.sum(jnp.sin(lax.map(square, x)))
+
+    assert float(loss(jnp.ones(1))) > 0.8
+    assert float(jax.value_and_grad(loss)(jnp.ones(1))[0]) == 0  # wrong
+
+
 def test_the_gradient_of_a_ref_in_a_checkpointed_body_is_zero():
     """The section of docs/limits.md: "Of scans"."""
 

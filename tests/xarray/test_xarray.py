@@ -241,6 +241,24 @@ def test_what_is_refused(kernel, t, options, text):
         rankax.xarray.apply(kernel, P, t, **options)
 
 
+@pytest.mark.parametrize("labels", [np.arange(6), np.arange(4)], ids=["longer", "other labels"])
+def test_one_dimension_of_two_that_the_kernel_tells_apart(labels):
+    kernel = auto_vmap(a="n", b="m")(lambda a, b: jnp.sum(a) * jnp.max(b))
+    x = xr.DataArray(np.ones((3, 4), "float32"), dims=("b", "t"), coords={"t": np.arange(4) + 1})
+    y = xr.DataArray(np.full((3, len(labels)), 2, "float32"), dims=("b", "t"), coords={"t": labels})
+    got = rankax.xarray.apply(kernel, x, y, core_dims="t")
+    assert (got.dims, got.values.tolist()) == (("b",), [8.0, 8.0, 8.0])
+
+
+def test_an_output_may_be_shorter_than_its_dimension():
+    x = xr.DataArray(np.arange(12.0, dtype="float32").reshape(3, 4) ** 2, dims=("b", "t"))
+    x = x.assign_coords(t=np.arange(4), b=[1, 2, 3])
+    got = rankax.xarray.apply(auto_vmap(a="t")(jnp.diff), x, output_dims="t")
+    assert got.dims == ("b", "t")
+    assert [*got.coords] == ["b"]
+    np.testing.assert_array_equal(got, np.diff(x.values))
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [

@@ -64,8 +64,9 @@ def chunked_vmap(
         axis 0. ``None`` passes an argument to every item; for an output it promises that the value
         does not depend on the item.
     axis_name : hashable, optional
-        Accepted for code that replaces `jax.vmap`. With more than one chunk, a collective over it
-        is an error, because it would see only the items of one chunk.
+        Accepted for code that replaces `jax.vmap`. `jax.lax.axis_size` is the length of the axis.
+        With more than one chunk, any other collective over it is an error, because it would see
+        only the items of one chunk.
     axis_size : int, optional
         Length of the mapped axis, needed only if no argument is mapped.
     checkpoint : bool, optional

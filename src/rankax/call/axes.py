@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,15 @@ from rankax.core.base.messages import (
     noted_errors,
     plural,
 )
-from rankax.core.base.trees import leaves_with_names, spread_prefix
+from rankax.core.base.trees import (
+    is_sparse,
+    leaves_with_names,
+    refusal_of_sparse,
+    spread_prefix,
+)
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan, Tiles, plan_axis
-from rankax.core.trace.programs import checked_output_axes, is_axis
+from rankax.core.reduce.run import Reductions
+from rankax.core.trace.programs import ItemProgram, checked_output_axes, is_axis
 from rankax.ext.ragged.type import Ragged
 
 
@@ -52,9 +58,25 @@ class AxisCall(Call):
 
     def call(self, leaves: Sequence[Any], plan: Plan) -> Any:
         del plan
-        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
+        return self._called(*jax.tree.structure((self.args, self.kwargs)).unflatten(leaves))
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with noted_errors(self.fun, self._described):
             return self.fun(*args, **kwargs)
+
+    def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
+        start = 0
+        for node in jax.tree.leaves((self.args, self.kwargs), is_leaf=is_sparse):
+            end = start + jax.tree.structure(node).num_leaves
+            if is_sparse(node) and any(place is not None for place in self.places[start:end]):
+                path, _, _ = self.paths[start].rpartition(".")
+                raise refusal_of_sparse(self.site, path, node)
+            start = end
+        return super().trace(plan, reductions)
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Self:
+        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
+        return dataclasses.replace(self, leaves=list(leaves), args=args, kwargs=kwargs)
 
     def _described(self) -> tuple[Any, ...]:
         """Describe the arguments of one item, for an error of the function."""
@@ -72,7 +94,10 @@ class AxisCall(Call):
         @functools.wraps(self.fun)
         def checked(*args: Any, **kwargs: Any) -> Any:
             nonlocal returned
-            out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
+            if self.form is None:  # as it is: `jax.vmap` knows how to take apart sparse matrices
+                out = self._called(args, kwargs)
+            else:
+                out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
             checked_output_axes(self.fun, out, self.out_axes)
             returned = True
             return out

@@ -28,7 +28,13 @@ from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Plan, Tiles
 from rankax.core.protocols import Form
 from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions, trace_reduced
-from rankax.core.trace.programs import ItemProgram, evaluate, trace_item, with_shape
+from rankax.core.trace.programs import (
+    CollectiveError,
+    ItemProgram,
+    evaluate,
+    trace_item,
+    with_shape,
+)
 from rankax.core.walk import Nest, nest_of
 
 
@@ -60,7 +66,8 @@ class Call(abc.ABC):
     out_axes : int, None, or a pytree prefix of those
         Where outputs have the mapped axis, if the call has a single level.
     axis_name : hashable or None
-        The name of the mapped axis; a collective over it is refused in chunks.
+        The name of the mapped axis, if the call has a single level; a collective over it is refused
+        in chunks.
     """
 
     fun: Callable[..., Any]
@@ -173,6 +180,20 @@ class Call(abc.ABC):
 
         return on_item
 
+    def has_collective(self, plan: Plan) -> bool:
+        """Whether the kernel needs all items of an axis with a name at once."""
+        if self.axis_name is None:
+            return False
+        try:
+            self.trace(plan)
+        except CollectiveError:
+            return True
+        return False
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Self:
+        """Return the call of the same kernel with other leaves."""
+        return dataclasses.replace(self, leaves=list(leaves))
+
     def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the kernel for one item; loops evaluate this program."""
         fun = self.on_item(plan)
@@ -183,7 +204,8 @@ class Call(abc.ABC):
         avals += [with_shape(PLACE, ()) for _ in plan.splits]
         if reductions is None:
             inputs: Any = lambda *items: (items, {})  # noqa: E731
-            return trace_item(fun, inputs, avals, self.out_axes, self.axis_name)
+            axis = None if self.axis_name is None else (self.axis_name, *plan.batch_shape)
+            return trace_item(fun, inputs, avals, self.out_axes, axis)
         total = math.prod(plan.batch_shape[axis] for axis in plan.reduced)
         total = total if reductions.of_run is None else reductions.of_run
         return trace_reduced(fun, avals, reductions, total)

@@ -32,7 +32,14 @@ from rankax.core.base.messages import (
     noted_errors,
     shortened,
 )
-from rankax.core.base.trees import check_outputs, check_returned, leaves_with_names
+from rankax.core.base.trees import (
+    Items,
+    check_outputs,
+    check_returned,
+    is_sparse,
+    leaves_with_names,
+    refusal_of_sparse,
+)
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
 from rankax.core.plan.report import call_error, output_error
@@ -66,9 +73,15 @@ class KernelSpec:
         self.preset = Options(**self.explicit)
         self.structures: Kept[Any] = Kept(1024, "structures of arguments")
         self.silent = set(declaration.silent)  # parameters not warned about yet
+        parameters = declaration.signature.parameters
+        of_many = {p.kind: p.name for p in parameters.values()}  # there is one of each such kind
+        self.many, self.by_name = of_many.get(inspect.Parameter.VAR_KEYWORD, ""), dict[str, Any]()
+        if isinstance(tree := declaration.ranks.get(self.many), Items):
+            self.by_name = {key: rank for key, rank in tree.entries.items() if rank is not None}
+        self.loose = of_many.get(inspect.Parameter.VAR_POSITIONAL, "")
         self.defaults = {
             name: parameter.default
-            for name, parameter in declaration.signature.parameters.items()
+            for name, parameter in parameters.items()
             if parameter.default is not parameter.empty
             # A positional-only argument can be passed only if all before it are, ranked or not.
             and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
@@ -108,6 +121,8 @@ class KernelSpec:
             bound = self.rebind({**self.defaults, **bound.arguments})
         if self.silent:
             self._warn_of_arrays(bound)
+        if self.by_name:
+            self._check_met(bound)
         return bound
 
     def rebind(self, arguments: dict[str, Any], *, written: bool = False) -> inspect.BoundArguments:
@@ -133,6 +148,28 @@ class KernelSpec:
                     stacklevel=caller_level(),
                 )
                 self.silent.discard(name)
+
+    def _check_met(self, bound: inspect.BoundArguments) -> None:
+        """Refuse a call in which the rank of an item of ``**kwargs`` meets no argument.
+
+        It may be left out where nothing can be meant by it: arrays that no rank is for came by
+        position, or are all that came.
+        """
+        given, ranks = bound.arguments, self.declaration.ranks
+        is_mapped = ranks[self.many].rest is not None or given.keys() & ranks.keys() - {self.many}
+        passed = {f"[{name!r}]" for name in given.get(self.many, ())}
+        absent = [key.strip("[']") for key in self.by_name if key not in passed]
+        if not absent:
+            return
+        came = [] if self.loose in ranks else arrays_of(given.get(self.loose), self.loose)
+        if not (came or is_mapped or passed & self.by_name.keys()):
+            came = [pair for name, value in given.items() for pair in arrays_of(value, name)]
+        if came:
+            raise TypeError(
+                f"{self.name}(): the rank of {listed(absent)} meets no argument of that name; the "
+                f"call passes {shortened([f'{path} {shape}' for path, shape in came])}, without a "
+                f"rank. Pass {listed(absent)} by name, or give ranks as the call passes arguments"
+            )
 
     def converted(self, leaf: Any, path: str, *, shapes_only: bool) -> Any:
         """Convert a leaf that is neither an array nor a number, or refuse it."""
@@ -212,6 +249,24 @@ def is_array(leaf: Any) -> bool:
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a Python scalar, which JAX treats as a weakly typed array."""
     return isinstance(leaf, (int, float, complex))
+
+
+_MOST_SHOWN = 40  # characters of a value in the table of a note
+
+
+def _without_rank(name: str, value: Any) -> list[tuple[str, ...]]:
+    """Describe an argument that has no rank, for an error of the kernel."""
+    try:
+        named = leaves_with_names(value, name) or [(name, value)]
+    except (TypeError, ValueError):  # a dict whose keys JAX cannot sort
+        named = [(name, value)]
+    rows: list[tuple[str, ...]] = []
+    for path, leaf in named:
+        is_shown = leaf is None or isinstance(leaf, (int, float, complex, str))
+        shown = repr(leaf)[:_MOST_SHOWN] if is_shown else type(leaf).__name__
+        shape = str(tuple(leaf.shape)) if hasattr(leaf, "shape") else ""
+        rows.append((path, shape, "None", shape or shown))
+    return rows
 
 
 def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
@@ -376,6 +431,7 @@ class KernelCall(Call):
             for leaf in leaves
             if leaf.path in self.paths
         ]
+        rows += [row for pair in self.others.items() for row in _without_rank(*pair)]
         nones = [name for name in self.shell.names if self.arguments.arguments[name] is None]
         sentences = [f"{name} is None, which passes through whatever its rank." for name in nones]
         sentences += [
@@ -516,6 +572,10 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     nodes: dict[int, Any] = {}
     for name, value in values.items():
         for path, subtree, rank in _with_ranks(kernel, name, value):
+            if rank is not None and any(
+                map(is_sparse, jax.tree.leaves(subtree, is_leaf=is_sparse))
+            ):
+                raise refusal_of_sparse(f"{kernel.name}()", path, subtree)
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
             for at, node in leaves_with_names(subtree, path, stops=lambda x: isinstance(x, Ragged)):

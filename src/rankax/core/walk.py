@@ -15,13 +15,21 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from rankax.core.base.arrays import in_32_bits, is_narrow
+from rankax.core.base.sizes import at_most
 from rankax.core.loop.loop import map_level, on_explicit_mesh
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import number_items, vmap_level
 from rankax.core.plan.schedule import Level, Plan
 from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
 from rankax.core.reduce.run import Reductions, RowReduction
-from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.core.trace.derivatives import (
+    call_with_derivative_of,
+    is_plain,
+    makes_constant_ref,
+    makes_ref,
+    without_derivative,
+    writes_ref,
+)
 from rankax.core.trace.programs import ItemProgram
 
 
@@ -84,7 +92,7 @@ class Nest:
         """
         if self.before is not None:
             item, leaves = self.before(item, leaves)
-        if self.plan.in_flight > 1:
+        if not at_most(self.plan.in_flight, 1):
             item.check_order()
         arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
         mapped = [arrays.pop(position) for position in self.plan.mapped]
@@ -95,6 +103,15 @@ class Nest:
         walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr, consts)
         operands = list(item.closed.consts), mapped, arrays
         evaluated = walk.evaluated
+        if self.differentiable and evaluated.loses_refs(item.closed):
+            forward = evaluated.not_differentiated().values(operands, back=False)
+            return without_derivative(
+                forward,
+                f"{item.site}: it uses a jax.Ref inside a loop over chunks, where JAX gets "
+                "derivatives wrong; use no Ref, or evaluate all items at once",
+            )
+        if is_plain():
+            return evaluated.not_differentiated().values(operands, back=False)
         if not self.differentiable or evaluated.serves_both(operands):
             return evaluated.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
@@ -232,6 +249,19 @@ class _Walk:
         """Return the inputs of a reduction as it reads them best, and the walk over them."""
         stored, levels = self.nest.rules.stored(mapped, self.nest.plan.levels)
         return self._with_levels(levels), stored
+
+    def loses_refs(self, closed: ClosedJaxpr) -> bool:
+        """Whether JAX gets derivatives wrong: those of a loop whose body uses a `jax.Ref`.
+
+        Such a body loses what it writes into one that it makes, if the first value is a constant. A
+        `jax.Ref` of the caller is written again where an item is evaluated again.
+        Test: ``tests/upstream/test_upstream.py``.
+        """
+        if not any(level.is_loop for level in self.nest.plan.levels):
+            return False
+        again = self.nest.reductions is not None and not self._row({}).is_linear
+        is_made = makes_ref(closed.effects) and makes_constant_ref(closed.jaxpr)
+        return is_made or (again and writes_ref(closed.effects))
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:

@@ -38,7 +38,7 @@ from jax.extend.core import Literal
 
 from rankax._options import Options
 from rankax.core.base.messages import listed, plural
-from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.core.trace.derivatives import call_with_derivative_of, is_plain
 from rankax.core.trace.programs import evaluate, with_equations, with_shape, with_subprograms
 from rankax.ext.equations import operations
 
@@ -299,12 +299,7 @@ PASS = CpuMath()
 
 def is_on(options: Options) -> bool:
     """Whether functions are replaced in a call."""
-    return options.cpu_math and HOLDS and options.on_cpu
-
-
-def replaces(options: Options, axis_name: Any) -> bool:
-    """Whether a call needs the program of an item, where functions are replaced."""
-    return is_on(options) and axis_name is None  # a collective needs the whole axis
+    return options.cpu_math and HOLDS and options.on_cpu and not is_plain()  # it has a rule
 
 
 def notes(options: Options, jaxpr: Any) -> list[str]:

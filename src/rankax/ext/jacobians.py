@@ -22,12 +22,14 @@ from jax.flatten_util import ravel_pytree
 from rankax._front.chunked import chunked_reduce, function_of_batches
 from rankax._options import given_options
 from rankax.call.axes import AxisMap
-from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, shape_of, zeros_of
+from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, zeros_of
 from rankax.core.base.cache import Kept
 from rankax.core.base.messages import argument_names, function_name, listed, noted_errors, plural
 from rankax.core.base.trees import leaves_with_names, type_name
+from rankax.core.loop.loop import as_varying, varying_axes
 from rankax.core.reduce.protocol import EachLeaf, Reduction
 from rankax.core.reduce.row import fill
+from rankax.core.trace.programs import with_shape
 from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import read_reductions
 from rankax.ext.reductions.sums import Gram, WeightedGram
@@ -37,6 +39,7 @@ Leaves = list[Any]
 
 config: Any = jax.config
 _types: Kept[Any] = Kept(1024, "types of Jacobians")
+_OF_SQUARES = ("diagonal", "trace")  # reductions of a Jacobian, besides those of any batch
 
 
 def _jacobian(
@@ -55,8 +58,8 @@ def _jacobian(
     site = f"{caller}({function_name(fun)})"
     given = given_options(site, **given)
     transform(fun)
-    if reduce is not None and not (isinstance(reduce, str) and reduce in ("diagonal", "trace")):
-        found = read_reductions(reduce, site)
+    if reduce is not None and not (isinstance(reduce, str) and reduce in _OF_SQUARES):
+        found = read_reductions(reduce, site, _OF_SQUARES)
         if not jax.tree_util.treedef_is_leaf(found.structure):
             raise TypeError(f"{site}: reduce must be one reduction, which all inputs share")
         (reduce,) = found.entries
@@ -96,7 +99,7 @@ def _jacobian(
         linearize = jax.linearize if columns else jax.vjp
         y, linear, *aux = linearize(of_leaves, *x, has_aux=has_aux)
         y_leaves, y_tree = jax.tree.flatten(y)
-        x_shapes, y_shapes = [*map(shape_of, x)], [*map(shape_of, y_leaves)]
+        x_shapes, y_shapes = [*map(_type, x)], [*map(_type, y_leaves)]
         x_tree = jax.tree.structure(args[argnums]) if isinstance(argnums, int) else tree
         at_x = _Jacobian(fun, site, given, columns, x_shapes, y_shapes, x_tree, y_tree, linear)
         result = (
@@ -124,7 +127,7 @@ class _Jacobian:
     site: str
     given: Mapping[str, Any]  # the options
     columns: bool
-    x: Leaves  # shapes
+    x: Leaves  # types
     y: Leaves
     x_tree: Any
     y_tree: Any
@@ -138,7 +141,7 @@ class _Jacobian:
         """Return the column or the row with this number, without leaves of integers."""
         one_hot = lax.iota(number.dtype, _size(self.basis)) == number
         pairs = zip(_split(one_hot, 0, self.basis), self.basis, strict=True)
-        vector = [piece.astype(leaf.dtype) for piece, leaf in pairs]
+        vector = [as_varying(x.astype(leaf.dtype), varying_axes(leaf)) for x, leaf in pairs]
         image = self.linear(*(vector if self.columns else [self.y_tree.unflatten(vector)]))
         pairs = zip(jax.tree.leaves(image), self.others, strict=True)
         return [leaf for leaf, other in pairs if has_tangent(other)]
@@ -218,7 +221,7 @@ class _Jacobian:
             return fill(0, dtype, (_size(self.x),) * 2)
         if not self.columns:
             return self.over_basis(lambda i: (self.image(i), weights[i]), reduce=WeightedGram())
-        wide = [jax.ShapeDtypeStruct(x.shape, _wider(x.dtype, dtype)) for x in self.x]
+        wide = [x.update(dtype=_wider(x.dtype, dtype)) for x in self.x]
         linear = jax.make_jaxpr(self.linear)(*self.x)
         transposed = jax.linear_transpose(
             lambda *x: self.y_tree.unflatten(evaluate_wide(linear.jaxpr, linear.consts, x)), *wide
@@ -230,6 +233,12 @@ class _Jacobian:
             return _flat(transposed(self.y_tree.unflatten(column))).astype(dtype)
 
         return self.over_basis(product)
+
+
+def _type(value: Any) -> jax.ShapeDtypeStruct:
+    """Return the type of an array or a number, also inside `jax.shard_map`."""
+    aval = jax.typeof(value)
+    return with_shape(aval, aval.shape)
 
 
 def _wider(first: Any, second: Any) -> Any:

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from rankax.core.base.sizes import at_most
 from rankax.core.declare.dims import Rank
 from rankax.core.plan.schedule import LeafPlan, Plan, broadcast
 from rankax.core.trace.programs import ItemProgram, with_variables
@@ -84,15 +85,16 @@ class Apart(NamedTuple):
 
 def _has_sides(plan: Plan, jaxpr: Jaxpr) -> bool:
     """Whether items have several axes, each input has some of them, and order is free."""
-    has_axes = sum(size > 1 for size in plan.batch_shape) > 1 and not jaxpr.effects
-    return has_axes and len(jaxpr.invars) == len(plan.mapped) + len(plan.splits)
+    has_axes = sum(not at_most(size, 1) for size in plan.batch_shape) > 1
+    is_free = has_axes and not jaxpr.effects
+    return is_free and len(jaxpr.invars) == len(plan.mapped) + len(plan.splits)
 
 
 def pieces(
     jaxpr: Jaxpr, plan: Plan, chosen: Sequence[Axes] | None = None
 ) -> tuple[list[Piece], Piece]:
     """Split the program of an item into pieces, which are dear or ``chosen``, and the rest."""
-    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
+    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if not at_most(size, 1))
     on = _axes(jaxpr, plan)
     groups: dict[Axes, list[Any]] = {}
     of: dict[int, Axes] = {}
@@ -128,7 +130,7 @@ def pieces(
 
 def _axes(jaxpr: Jaxpr, plan: Plan) -> dict[Any, Axes]:
     """Return the axes on which the inputs of the program of an item depend."""
-    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if size > 1)
+    every = frozenset(axis for axis, size in enumerate(plan.batch_shape) if not at_most(size, 1))
     on: dict[Any, Axes] = {v: frozenset() for v in jaxpr.constvars}
     on |= dict.fromkeys(jaxpr.invars, every)  # numbers of items, after the leaves
     for v, axes in zip(jaxpr.invars, plan.batch_axes, strict=False):

@@ -159,7 +159,8 @@ def tune(
     items = math.prod(batch)
     trials = _trials(options.chunk_size, bound, items, _kinds(call, bound, gradient, plan))
     first = 1 + (bound != options.chunk_size)
-    _measure(trials, first, items, start, begin, seconds)
+    with jax.disable_jit(False):  # which the caller may have set; compiled programs are timed
+        _measure(trials, first, items, start, begin, seconds)
     timed = {i: t.seconds for i, t in enumerate(trials) if t.seconds}
     if not timed:
         least = min((t.temporaries for t in trials if t.temporaries), default=0)

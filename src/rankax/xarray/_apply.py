@@ -36,7 +36,8 @@ def apply(
         xarray.apply_ufunc(kernel, x, input_core_dims=[["level"]], dask="allowed")
 
     Core dimensions are matched by the names that the kernel declares, in any order. All others are
-    batch dimensions, broadcast by name.
+    batch dimensions, broadcast by name. A core dimension may have a length of its own in each
+    argument and output; the coordinates along it are then left out.
 
     Parameters
     ----------
@@ -153,6 +154,7 @@ def apply(
         *(leaf.value for leaf in named.values()),
         input_core_dims=dims,
         output_core_dims=out_dims,
+        exclude_dims=_named.resized_dims(named.values(), jax.tree.leaves(out), out_dims),
         dask="allowed",
     )
     return _named.assembled(treedef.unflatten([results] if len(out_dims) == 1 else results))

@@ -269,6 +269,26 @@ def dims_of_outputs(
     return all_dims
 
 
+def resized_dims(
+    leaves: Collection[NamedLeaf], outs: Sequence[Any], dims_of_outs: Sequence[Sequence[str]]
+) -> set[str]:
+    """Return the core dimensions that xarray is not to align.
+
+    They have several lengths, or the kernel declares several names for them.
+    """
+    lengths: dict[str, set[int]] = {}
+    names: dict[str, set[str]] = {}
+    for leaf in leaves:
+        for dim, name in zip(leaf.core, declared_names(leaf.rank), strict=True):
+            lengths.setdefault(dim, set()).add(leaf.value.sizes[dim])
+            names.setdefault(dim, set()).update([name] if name else ())
+    for out, dims in zip(outs, dims_of_outs, strict=True):
+        for dim, length in zip(dims, out.shape, strict=True):
+            if dim in lengths:  # reduced dimensions have the length 1 here
+                lengths[dim].add(length)
+    return {dim for dim in lengths if len(lengths[dim]) > 1 or len(names[dim]) > 1}
+
+
 def _explicit_dims(output_dims: Any, out: Any, site: str) -> list[Dims | None]:
     """Return the entry of ``output_dims`` for each output."""
     if output_dims is None:

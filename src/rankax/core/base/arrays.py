@@ -24,6 +24,8 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from rankax.core.base.sizes import at_most, is_known
+
 
 class _StagedError(Exception):
     """Raised instead of adding a step to a program that is being traced."""
@@ -115,12 +117,12 @@ def is_ref(value: Any) -> bool:
 
 def index_dtype(size: int) -> Any:
     """Return the dtype of the flat indices of ``size`` items, which may not fit it."""
-    return jnp.int32 if size < 2**31 else jax.dtypes.canonicalize_dtype(jnp.int64)
+    return jnp.int32 if at_most(size, 2**31 - 1) else jax.dtypes.canonicalize_dtype(jnp.int64)
 
 
 def too_many(size: int) -> str:
     """Say that the indices of ``size`` items do not fit their dtype, if they do not."""
-    if size <= jnp.iinfo(index_dtype(size)).max:
+    if not is_known(size) or size <= jnp.iinfo(index_dtype(size)).max:
         return ""
     return (
         f"the indices of {size} items need 64 bits; call "

@@ -40,6 +40,22 @@ def is_leaf(tree: Any) -> bool:
     return jax.tree_util.all_leaves([tree])
 
 
+def is_sparse(node: Any) -> bool:
+    """Whether this is a sparse matrix of JAX, whose structure says how many batch axes it has."""
+    modules = (base.__module__ for base in type(node).__mro__)
+    return any(module.startswith("jax.experimental.sparse") for module in modules)
+
+
+def refusal_of_sparse(site: str, path: str, node: Any) -> TypeError:
+    """Return the error that says that a batch of sparse matrices cannot be taken apart."""
+    kind = type(node).__name__
+    return TypeError(
+        f"{site}: {path} is a batch of sparse matrices ({kind}), and only jax.vmap can take one "
+        f"apart; pass its arrays, such as {path}.data and {path}.indices, and make the {kind} of "
+        "one item in the function"
+    )
+
+
 def flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
     """Return ``(path, child)`` pairs one level down, and the tree structure of that level."""
     return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)

@@ -70,7 +70,7 @@ from rankax.core.base.arrays import is_ref, is_staged
 from rankax.core.base.cache import Kept, switch
 from rankax.core.base.messages import caller_level
 from rankax.core.trace import programs
-from rankax.core.trace.derivatives import RULES, call_of
+from rankax.core.trace.derivatives import RULES, call_of, is_plain
 from rankax.core.trace.programs import ItemProgram
 
 
@@ -251,7 +251,8 @@ def _is_placed(params: dict[str, Any]) -> bool:
 @functools.cache
 def _unspecified() -> type:
     """Return the class of a sharding that `jax.jit` leaves open; it has no public name."""
-    (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(np.float32(0)).eqns
+    with jax.disable_jit(False):  # which the caller may have set
+        (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(np.float32(0)).eqns
     return type(call.params["in_shardings"][0])
 
 
@@ -296,7 +297,7 @@ def mode_of(arrays: Sequence[Any], *, on_mesh: bool = False) -> Mode:
     # lack.
     # JAX cannot differentiate a call of `jax.jit` that keeps a `jax.Ref` for its reverse pass.
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    if is_staged() or (is_explicit and not on_mesh) or any(map(is_ref, arrays)):
+    if is_plain() or is_staged() or (is_explicit and not on_mesh) or any(map(is_ref, arrays)):
         return Mode.STAGED
     tracers = [x for x in arrays if isinstance(x, core.Tracer)]
     if not tracers:

@@ -62,7 +62,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, PartitionSpec
 
-from rankax.core.base.arrays import as_weak, counted, has_tangent, scalar, zeros
+from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, scalar, zeros
+from rankax.core.base.sizes import at_most, is_known
 from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, pays_to_lend, with_slope
 from rankax.core.loop.spec import PLACE, vmap_level
@@ -85,17 +86,19 @@ def first_start(chunks: Chunks) -> jax.Array:
     and repeat it for each element.
     """
     long = jax.dtypes.canonicalize_dtype(jnp.int64)
-    if chunks.length - chunks.size > jnp.iinfo(long).max:
+    if is_known(chunks.length) and chunks.length - chunks.size > jnp.iinfo(long).max:
         raise ValueError(
             f"{kernel_of_call()}: a loop over an axis of {chunks.length} items counts them in 64 "
             'bits; call jax.config.update("jax_enable_x64", True) first'
         )
-    return scalar(0, jnp.int32 if chunks.length < 2**31 else long)
+    return scalar(0, index_dtype(chunks.length))
 
 
 def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
     """Return where the chunk after the one at ``start`` starts."""
     number = start.dtype.type
+    if not is_known(chunks.length):  # which the chunks divide
+        return start + number(chunks.size)
     return jnp.minimum(start + number(chunks.size), number(chunks.length - chunks.size))
 
 
@@ -104,7 +107,7 @@ def carried_with(start: T, operands: Any) -> T:
     types = jax.sharding.get_abstract_mesh().axis_types
     if AxisType.Manual in types:
         axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(operands)))
-        return jax.tree.map(lambda x: _varying(x, axes - varying_axes(x)), start)
+        return jax.tree.map(lambda x: as_varying(x, axes - varying_axes(x)), start)
     return jax.tree.map(on_explicit_mesh, start)
 
 
@@ -124,7 +127,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     return aval.manual_axis_type.varying
 
 
-def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Declare that a value may differ among devices, which `jax.shard_map` checks."""
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
@@ -139,7 +142,8 @@ def flatten_items(leaf: Any, axis: int) -> jax.Array:
     before, rest = leaf.shape[:axis], leaf.shape[axis:]
     flat = math.prod(rest)
     # One axis, unless an index along it needs more than 32 bits.
-    after = (flat,) if flat < 2**31 else (rest[0], math.prod(rest[1:]))
+    is_short = not is_known(flat) or flat < 2**31
+    after = (flat,) if is_short else (rest[0], math.prod(rest[1:]))
     return lax.reshape(leaf, (*before, *after))
 
 
@@ -598,7 +602,7 @@ def run_loop(
             shared[i] = with_slope(shared[i], slope)
         return tree.unflatten(run(shared, chunk))
 
-    is_long = level.differentiable and chunks.steps > MOST_PLAIN
+    is_long = level.differentiable and not at_most(chunks.steps, MOST_PLAIN)
     lent = [i for i, x in enumerate(operands.shared) if is_long and pays_to_lend(x, closed.jaxpr)]
     slots = TileSlots(chunks.size, below, index_dtype)
     settings: dict[str, Any] = {"is_short": is_short, "group": group}
@@ -703,12 +707,20 @@ def _scan_chunks(
     if group:
         after = _by_groups(step, init, operands, chunks.steps // group, group, folds, slots)
     else:
-        after = lax.scan(step, init, operands.stacked, chunks.steps)
+        after = _scan(step, init, operands.stacked, chunks.steps)
     (end, held, _), rows = after
     outs = ends_of(folds, held, rows)
     if reports is not None:
         reports.end(end, outs)
     return outs
+
+
+def _scan(step: Callable[[Any, Any], Any], init: Any, rows: list[Any], steps: Any) -> Any:
+    """Return `jax.lax.scan`, which takes an unknown number of steps only from an array."""
+    if is_known(steps):
+        return lax.scan(step, init, rows, steps)
+    numbers = counted(steps, jnp.int32)
+    return lax.scan(lambda carry, own: step(carry, own[1:]), init, [numbers, *rows])
 
 
 def group_of(steps: int) -> int:
@@ -718,7 +730,7 @@ def group_of(steps: int) -> int:
     that the program finds, a GPU asks the host each time.
     """
     sizes = range(MOST_PLAIN, _LEAST_GROUP - 1, -1)
-    return next((n for n in sizes if steps % n == 0), 0) if steps > MOST_PLAIN else 0
+    return 0 if at_most(steps, MOST_PLAIN) else next((n for n in sizes if steps % n == 0), 0)
 
 
 def _by_groups(
@@ -741,4 +753,4 @@ def _by_groups(
         held = [fold.with_group(*own) for fold, *own in every]
         return (start, held, shared), [None] * len(folds)
 
-    return lax.scan(group, init, [], groups)
+    return _scan(group, init, [], groups)

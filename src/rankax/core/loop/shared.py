@@ -23,6 +23,8 @@ from jax.extend.core import Jaxpr
 from jax.interpreters import ad, batching, mlir
 
 from rankax.core.base.arrays import SMALL, has_tangent, is_ref
+from rankax.core.base.sizes import at_most
+from rankax.core.trace.derivatives import is_plain
 from rankax.core.trace.programs import subprograms
 
 MOST_PLAIN = 20  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many
@@ -37,7 +39,7 @@ def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Ar
     What it took is itself a number of their dtype, and found without a comparison (Knuth, The Art
     of Computer Programming, volume 2, 4.2.2). To add it to the next number is due to Kahan (1965).
     """
-    total, lost = _add.bind(total, lost, x)
+    total, lost = _added(total, lost, x) if is_plain() else _add.bind(total, lost, x)
     return total, lost
 
 
@@ -49,7 +51,7 @@ def pays_to_lend(x: jax.Array, jaxpr: Jaxpr) -> bool:
     """
     if is_ref(x) or not has_tangent(x):
         return False
-    return x.size <= SMALL or x.size * _LESS <= _numbers(jaxpr)
+    return at_most(x.size, SMALL) or at_most(x.size * _LESS, _numbers(jaxpr))
 
 
 def _numbers(jaxpr: Jaxpr) -> int:
@@ -91,7 +93,7 @@ def narrowed(x: Any, dtype: Any, items: Sequence[Any]) -> Any:
     A small array is mapped along each axis of a `jax.vmap` that maps one of the ``items``, so that
     each item has a cotangent of its own. Of a large one, a chunk has one, which is rounded.
     """
-    x = _in_each.bind(x, *items)[0] if items and x.size <= SMALL else x
+    x = _in_each.bind(x, *items)[0] if items and at_most(x.size, SMALL) else x
     return x.astype(dtype)
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from rankax.core.base.messages import function_location, function_name
+from rankax.core.base.sizes import at_most, is_known
 from rankax.core.declare.dims import Dim, Rank
 
 Shape = tuple[int, ...]
@@ -233,12 +234,33 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
     The chunks are as few and then as small as possible, so that little is computed twice: 10 items
     by at most 6 are 5 + 5, not 6 + 6. A chunk that divides the axis is worth up to a quarter more
     steps because it needs no overlap, and so no copy of the outputs in a derivative.
+
+    An unknown length has to be a multiple of the chunk size: which one it is, decides the program.
     """
+    if not is_known(length):
+        return _chunks_of_unknown(length, chunk_size)
     steps = -(-length // chunk_size)
     size = -(-length // steps)
     if divisor := _divisor(length, -(-4 * size // 5), chunk_size):
         return Chunks(length, divisor, length // divisor)
     return Chunks(length, size, steps)
+
+
+class UnknownLengthError(ValueError):
+    """Raised for an unknown length that chunks would not divide."""
+
+
+def _chunks_of_unknown(length: Any, chunk_size: int) -> Chunks:
+    """Cut an axis whose length is an expression into chunks that divide it whatever its value."""
+    divides = (size for size in range(chunk_size, 0, -1) if length % size == 0)
+    size = next(divides, 1)
+    if size == 1 < chunk_size:
+        raise UnknownLengthError(
+            f"the batch has the unknown length {length}, which no chunk of 2 to {chunk_size} items "
+            f"divides; export a multiple, as of jax.export.symbolic_shape('{chunk_size}*n'), or "
+            "give chunk_size=None"
+        )
+    return Chunks(length, size, length // size)
 
 
 def even_chunk_size(sizes: Sequence[int], most: int) -> int:
@@ -276,6 +298,11 @@ def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
     chunks = split_into_chunks(length, chunk_size)
     if tile >= chunks.size:
         return chunks
+    if not is_known(length):
+        divisor = _divisor(chunks.size, tile // 4 + 1, tile)
+        if divisor:
+            return Chunks(length, divisor, length // divisor)
+        return dataclasses.replace(chunks, tile=split_into_chunks(chunks.size, tile).size)
     tiles = split_into_chunks(length, tile)
     if tiles.even or not chunks.even:
         return tiles
@@ -407,7 +434,7 @@ def plan_levels(
         for axis, size in enumerate(batch_shape)
     ]
     levels.sort(key=operator.attrgetter("reduced"))
-    if chunk_size is None or math.prod(batch_shape) <= chunk_size:
+    if chunk_size is None or at_most(math.prod(batch_shape), chunk_size):
         return tuple(levels)
     tile, other = [min(chunk_size, best or chunk_size) for best in tiles[:2]]
     merged = _merged(levels, batch_shape)
@@ -423,7 +450,7 @@ def plan_levels(
             dataclasses.replace(
                 level,
                 chunks=chunks,
-                is_loop=chunks.steps > 1 or chunks.tile is not None,
+                is_loop=not at_most(chunks.steps, 1) or chunks.tile is not None,
                 # A level that is mapped whole is no loop, in any direction.
                 derivative=None if other == chunks or chunks.steps == 1 else other,
             )
@@ -456,7 +483,8 @@ def _cut(
     """Fill the tile from the innermost level outwards, each level up to ``side`` items."""
     cut: list[Chunks] = []
     for level in reversed(levels):
-        most = min(level.size, chunk_size, side or level.size)
+        sizes = [level.size] if is_known(level.size) else []
+        most = min([*sizes, chunk_size, side or chunk_size])
         chunks = split_into_tiles(level.size, most, tile)
         cut.append(chunks)
         in_tile = chunks.tile or chunks.size
@@ -575,7 +603,10 @@ class Plan:
         """
         leaves, shape = self.leaves, self.batch_shape
         batches = tuple([leaf.batch_axes for leaf in leaves])
-        levels = plan_levels(batches, shape, chunk_size, frozenset(self.reduced), tiles)
+        try:
+            levels = plan_levels(batches, shape, chunk_size, frozenset(self.reduced), tiles)
+        except UnknownLengthError as error:
+            raise ValueError(f"{self.kernel}(): {error}") from None
         in_order = sorted(levels, key=operator.attrgetter("axes"))
         sizes = [level.chunks.length for level in in_order]
         fronts = [

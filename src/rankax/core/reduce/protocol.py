@@ -55,7 +55,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base.arrays import has_tangent, index_dtype
+from rankax.core.base.arrays import has_tangent, index_dtype, too_many
 from rankax.core.reduce.row import (
     Accumulation,
     Accumulator,
@@ -314,4 +314,4 @@ class Several:
 def count_dtype(total: int) -> Any:
     """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
     dtype = index_dtype(total)
-    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
+    return dtype if not too_many(total) else jnp.float32

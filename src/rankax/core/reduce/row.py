@@ -42,6 +42,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from rankax.core.base.arrays import counted, index_dtype, scalar, zeros_of
+from rankax.core.base.sizes import at_most
 from rankax.core.loop.loop import (
     Sink,
     Tile,
@@ -142,7 +143,7 @@ class Accumulation(Sink):
 
     def over(self, steps: int) -> Self:
         """Return the same for a loop of so many steps."""
-        is_long = self.accumulator.drifts and steps > MOST_PLAIN
+        is_long = self.accumulator.drifts and not at_most(steps, MOST_PLAIN)
         return dataclasses.replace(self, is_long=True) if is_long else self
 
     @property
@@ -582,7 +583,7 @@ class Row:
         self, steps: Steps, kept: Sequence[int], level: Level, below: Sequence[Level]
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
-        again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
+        again = not (level.numbered or at_most(level.chunks.steps, _STEPS_PER_TILE_AGAIN - 1))
         steps = [step.over(level.chunks.steps) for step in steps]
         own = [self.rules.folded(step, self.jaxpr, again=again) for step in steps]
         in_groups = any(step.in_groups for step in own)

@@ -30,6 +30,7 @@ from jax.extend.core import Jaxpr
 
 from rankax.core.base.arrays import gated_if_small, has_tangent, index_dtype, too_many
 from rankax.core.base.messages import function_location, listed, plural, traced_as
+from rankax.core.base.sizes import at_most
 from rankax.core.base.trees import (
     TooDeepError,
     check_outputs,
@@ -170,7 +171,7 @@ def _check(reduction: Reduction, outputs: Outputs, site: str) -> None:
         _check_fit(reduction, outputs)
     except MisfitError as error:
         raise ValueError(f"{site}: it cannot be reduced by {reduction.label}: {error}") from None
-    if outputs.total < reduction.least_items:
+    if at_most(outputs.total, reduction.least_items - 1):
         raise ValueError(
             f"{site}: {reduction.label} needs at least "
             f"{plural(reduction.least_items, 'item')}; the reduced axes have {outputs.total}"
@@ -309,7 +310,7 @@ class RowReduction:
         """Whether a derivative had better evaluate the chosen items of a row again."""
         chosen = sum(entry.chosen(own) for entry, own in self.reductions.each(self.outputs))
         items = math.prod(level.chunks.length for level in self.levels)
-        return 0 < _ITEMS_PER_CHOSEN * chosen <= items
+        return chosen > 0 and not at_most(items, _ITEMS_PER_CHOSEN * chosen - 1)
 
     @property
     def _is_masked(self) -> bool:

@@ -26,9 +26,11 @@ Rules cannot be compared, so a differentiated eager call of a kernel with rules 
 loop (`derivatives_key` of `core/loop/eager_programs.py`).
 """
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -43,6 +45,24 @@ from rankax.core.trace import programs
 
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+_plain = ContextVar("rankax_plain", default=False)
+
+
+@contextlib.contextmanager
+def plainly(value: bool) -> Generator[None]:
+    """Enter a scope in which programs have no primitive of this library, or may have some."""
+    token = _plain.set(value)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def is_plain() -> bool:
+    """Whether programs are to have no primitive of this library."""
+    return _plain.get()
 
 
 def call_with_derivative_of(
@@ -62,6 +82,8 @@ def call_with_derivative_of(
     With a ``key``, programs are compared (`core/loop/eager_programs.py`): if the program of ``fun``
     and the key are equal, so is the program of ``other``.
     """
+    if is_plain():
+        return fun(*args)
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[Any] = []
 
@@ -90,12 +112,23 @@ def _(primals: Any, tangents: Any) -> Any:
     return with_derivative(*primals), tangents[1]  # which has a derivative, too
 
 
+def without_derivative(tree: Any, words: str) -> Any:
+    """Return arrays whose derivative is refused."""
+    refused = jax.custom_jvp(lambda tree: tree)
+
+    @refused.defjvp
+    def _(*_: Any) -> Any:
+        raise ValueError(words)
+
+    return refused(tree)
+
+
 def _keep_rules(closed: ClosedJaxpr) -> Any:
     """Return a program equal to ``closed`` whose rules JAX does not forget.
 
     The same object if it has no rules.
     """
-    return programs.mapped_program(_with_kept_rules, closed)
+    return closed if is_plain() else programs.mapped_program(_with_kept_rules, closed)
 
 
 keep_rules = _keep_rules if _FORGETS else programs.unchanged
@@ -115,7 +148,31 @@ def _with_kept_rules(jaxpr: Jaxpr) -> Any:
 
 def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
     """Whether a program with these inputs and effects takes a `jax.Ref`, or makes one."""
-    return any(map(is_ref, inputs)) or any(isinstance(e, _effect_of_new_ref()) for e in effects)
+    return any(map(is_ref, inputs)) or makes_ref(effects)
+
+
+def makes_ref(effects: Any) -> bool:
+    """Whether a program with these effects makes a `jax.Ref`."""
+    return any(isinstance(effect, _effect_of_new_ref()) for effect in effects)
+
+
+def makes_constant_ref(jaxpr: Jaxpr) -> bool:
+    """Whether a program makes a `jax.Ref` whose first value does not depend on its inputs."""
+    known = {*jaxpr.constvars, *jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        depends = any(not isinstance(v, Literal) and v in known for v in eqn.invars)
+        if makes_ref(eqn.effects) and not (depends and any(map(is_ref, eqn.outvars))):
+            return True  # or one inside a program that it calls
+        known |= {*eqn.outvars} if depends else set()
+    return False
+
+
+def writes_ref(effects: Any) -> bool:
+    """Whether a program with these effects writes a `jax.Ref` of its caller.
+
+    No public class tells, so the names do. Test: ``tests/loop/test_refs.py``.
+    """
+    return any(type(effect).__name__ in ("WriteEffect", "AccumEffect") for effect in effects)
 
 
 @functools.cache

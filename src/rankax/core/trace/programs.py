@@ -260,6 +260,10 @@ class ItemProgram:
         return bool(two) and is_refused(None) and not is_refused(0)
 
 
+class CollectiveError(ValueError):
+    """Raised for a kernel that needs all items of its axis at once."""
+
+
 def is_axis(entry: Any) -> bool:
     """Whether this is an entry of ``in_axes`` or ``out_axes``, and not a container of those."""
     return entry is None or (isinstance(entry, (int, np.integer)) and not isinstance(entry, bool))
@@ -270,7 +274,7 @@ def trace_item(
     inputs: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
     avals: Sequence[Any],
     out_axes: Any,
-    axis_name: Hashable | None = None,
+    axis: tuple[Hashable, int] | None = None,
 ) -> ItemProgram:
     """Trace ``fun`` for one item.
 
@@ -284,8 +288,14 @@ def trace_item(
         Shape and dtype of each of those leaves.
     out_axes : pytree prefix
         Where the mapped axis goes in each output.
-    axis_name : hashable, optional
-        The name of the mapped axis; collectives over it are refused.
+    axis : (hashable, int), optional
+        Name and length of the mapped axis. The length is a constant of the program; any other
+        collective over the axis is refused.
+
+    Raises
+    ------
+    CollectiveError
+        For a collective over the axis.
     """
     found: list[tuple[Any, list[str], list[int | None]]] = []
 
@@ -300,28 +310,38 @@ def trace_item(
 
     vars(on_leaves).setdefault("__signature__", _LEAVES)  # JAX asks for it
     try:
-        closed = jax.make_jaxpr(on_leaves)(*avals)
-    except NameError as error:
-        if axis_name is None or not _traces(on_leaves, avals, axis_name):
+        closed = jax.make_jaxpr(on_leaves, axis_env=[axis] if axis else None)(*avals)
+    except AssertionError as error:  # how JAX refuses `jax.lax.pcast` outside `jax.shard_map`
+        if axis is None or "varying" not in str(error):
             raise
-        raise _no_collective(fun, axis_name) from error
-    # A collective may also have found an axis of this name outside.
-    names = [getattr(effect, "name", None) for effect in closed.effects]
-    if axis_name is not None and axis_name in names:
-        raise _no_collective(fun, axis_name)
+        raise _no_collective(fun, axis[0]) from error
+    if axis and _uses_axis(closed.jaxpr, axis[0]):
+        raise _no_collective(fun, axis[0])
     tree, out_names, axes = found[-1]
     return ItemProgram(function_location(fun), closed, tree, tuple(out_names), tuple(axes))
 
 
-def _traces(fun: Callable[..., Any], avals: Sequence[Any], axis_name: Hashable) -> bool:
-    """Whether all names are found inside an axis of this name."""
-    try:
-        jax.make_jaxpr(fun, axis_env=[(axis_name, 1)])(*avals)
-    except NameError:
-        return False
-    except Exception:  # the name was found; but the axis has one item, which may not do
+def _uses_axis(jaxpr: Jaxpr, name: Hashable) -> bool:
+    """Whether a program has a collective over this axis; not all of them have an effect."""
+    if name in [getattr(effect, "name", None) for effect in jaxpr.effects]:
         return True
-    return True
+
+    def names(eqn: JaxprEqn) -> Iterator[Any]:
+        for axes in (eqn.params.get("axes", ()), eqn.params.get("axis_name", ())):
+            yield from axes if isinstance(axes, tuple) else (axes,)
+
+    return any(
+        name in [axis for axis in names(eqn) if not isinstance(axis, int)]
+        or any(_uses_axis(inner, name) for inner in subprograms(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _no_collective(fun: Callable[..., Any], name: Hashable) -> CollectiveError:
+    return CollectiveError(
+        f"{function_location(fun)}: it uses a collective over axis_name={name!r}, which would see "
+        "the items of one chunk only; use jax.vmap, or take the collective out of the kernel"
+    )
 
 
 _LEAVES = inspect.Signature([inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)])
@@ -357,13 +377,6 @@ def has_order(closed: ClosedJaxpr | JaxprEqn) -> bool:
     No public class tells, so the name does. Test: ``tests/upstream/test_names.py``.
     """
     return any("Ordered" in type(effect).__name__ for effect in closed.effects)
-
-
-def _no_collective(fun: Callable[..., Any], axis_name: Hashable) -> ValueError:
-    return ValueError(
-        f"{function_location(fun)}: it uses a collective over axis_name={axis_name!r}, which would "
-        "see the items of one chunk only; use jax.vmap, or take the collective out of the kernel"
-    )
 
 
 # Types of items and chunks. On a mesh with explicit axes, or inside `jax.shard_map`, they need the

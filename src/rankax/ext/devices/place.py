@@ -19,7 +19,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,22 @@ def put(x: Any, axis: int | None, parts: Parts) -> Any:
     x = x if axis is None else parts.dealt(x, axis)
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, parts.names)
     return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def sharded_like(whole: Callable[[], Any], out: Any, leaves: Sequence[Any]) -> Any:
+    """Return the results of a loop with the types of a call of all items at once.
+
+    On a mesh with explicit axes, shardings are part of types, and a loop gathers its inputs.
+    """
+    mesh = mesh_of(leaves)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return out
+
+    def put(x: Any, like: Any) -> Any:
+        spec = getattr(like.sharding, "spec", PartitionSpec())
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, out, jax.eval_shape(whole))
 
 
 @contextlib.contextmanager

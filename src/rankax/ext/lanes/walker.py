@@ -15,6 +15,7 @@ from rankax.core.loop.loop import sinks_of
 from rankax.core.plan.schedule import Chunks, Plan
 from rankax.core.reduce.row import Ordered, Row, Steps
 from rankax.core.trace.programs import ItemProgram
+from rankax.ext.lanes.branches import gated_loops
 from rankax.ext.lanes.call import (
     check_lanes,
     in_lockstep,
@@ -75,7 +76,7 @@ class ReversePass:
         return has_plain_loop(jaxpr.eqns)
 
     def back(self, jaxpr: Jaxpr, site: str) -> Any:
-        return with_reverse_pass(jaxpr, site) if has_plain_loop(jaxpr.eqns) else None
+        return with_reverse_pass(gated_loops(jaxpr), site) if has_plain_loop(jaxpr.eqns) else None
 
 
 REVERSE = ReversePass()

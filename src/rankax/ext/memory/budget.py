@@ -65,6 +65,7 @@ class Cost:
     forward: int
     gradient: int | None
     no_gradient: str = ""  # why there is none
+    cotangents: int = 0  # what those of large arguments need beside it
 
     @property
     def most(self) -> int:
@@ -92,6 +93,9 @@ class MemoryFit:
     no_gradient : str
         Why there is no gradient, if there is none: ``"Differentiation rule for 'schur' not
         implemented"``.
+    cotangents : int
+        What the gradient needs besides, for any chunk size, if it is also taken with respect to
+        large arguments: their cotangents are left out where there is no room for them.
     """
 
     limit: int
@@ -100,16 +104,25 @@ class MemoryFit:
     gradient: int | None
     stored: bool = False
     no_gradient: str = ""
+    cotangents: int = 0
 
     def __str__(self) -> str:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
         if self.no_gradient:
             gradient = f", gradient: none ({self.no_gradient})"
+        if self.cotangents:
+            gradient += (
+                f" (with cotangents of large arguments, {shown_bytes(self.cotangents)} more)"
+            )
         stored = ", nothing recomputed" if self.stored else ""
         return (
             f"memory limit {shown_bytes(self.limit)}: allows {self.chunk_size} in flight, forward "
             f"{shown_bytes(self.forward)}{gradient}{stored}"
         )
+
+
+class TooLargeError(ValueError):
+    """Raised where one item exceeds the limit."""
 
 
 _SMALL = 8  # the first chunk size to measure
@@ -131,7 +144,7 @@ def fit_chunk(
 
     Raises
     ------
-    ValueError
+    TooLargeError
         If a chunk of one item exceeds the limit.
     """
     measured: dict[int, Cost] = {}
@@ -156,8 +169,9 @@ def fit_chunk(
     if cost.most > limit:
         # Both are always measured. A chunk that the compiler fuses may need less than one item.
         least = min(cost.most, measured[first].most)
-        raise ValueError(_too_much(cost, least, limit, site))
-    return MemoryFit(limit, low, cost.forward, cost.gradient, no_gradient=cost.no_gradient)
+        raise TooLargeError(_too_much(cost, least, limit, site))
+    found = MemoryFit(limit, low, cost.forward, cost.gradient, no_gradient=cost.no_gradient)
+    return dataclasses.replace(found, cotangents=cost.cotangents)
 
 
 def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
@@ -181,9 +195,9 @@ def _too_much(cost: Cost, least: int, limit: int, site: str) -> str:
     needs = f"{shown_bytes(cost.forward)} forward"
     if cost.gradient is not None:
         needs += f" and {shown_bytes(cost.gradient)} in the gradient"
+    if cost.cotangents:
+        needs += f" (and {shown_bytes(cost.cotangents)} for cotangents of large arguments)"
     step = "split the item itself, such as with chunked_vmap inside the kernel"
-    if cost.forward <= limit:
-        step = "pass checkpoint=False if you need no gradient"
     return (
         f"{site}: one item alone needs {needs} beyond inputs and outputs, and memory_limit is "
         f"{shown_bytes(limit)}; raise it to at least {least} bytes, or {step}"

@@ -12,18 +12,21 @@ from jax.extend.core import Jaxpr
 
 from rankax._options import Options
 from rankax.call.base import Call
+from rankax.core.base.sizes import is_known
 from rankax.core.loop.eager_programs import warn_once
 from rankax.core.plan.schedule import Plan, Tiles
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest
 from rankax.ext.memory.budget import MemoryFit, limit_in_bytes
 from rankax.ext.memory.default import default_on_cpu, default_on_gpu, small_steps
-from rankax.ext.memory.limit import fit_to_limit, free_bytes
+from rankax.ext.memory.limit import check_fits, fit_to_limit, free_bytes
 
 
 def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles) -> int | None:
     """Return how many items of a reduction are evaluated at once, if nothing else bounds them."""
     jaxpr, sizes = item.closed.jaxpr, tuple(level.size for level in whole.levels)
+    if not all(map(is_known, sizes)):
+        return None
     if options.on_cpu:
         if tiles.side and math.prod(sizes) > tiles.side**2:
             return tiles.side**2
@@ -87,6 +90,19 @@ def has_room(options: Options, size: int) -> bool:
     if options.memory_limit is None:
         return True
     return 4 * size <= limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
+
+
+def check_whole(call: Call, plan: Plan, options: Options) -> None:
+    """Refuse a call with a collective over its axis that needs more than its memory limit."""
+    if options.memory_limit is None:
+        return
+
+    def whole(*mapped: Any) -> list[Any]:
+        leaves = {**dict(enumerate(call.leaves)), **dict(zip(plan.mapped, mapped, strict=True))}
+        return jax.tree.leaves(call.with_leaves([*leaves.values()]).in_one_piece(plan))
+
+    why = f"a collective over axis_name={call.axis_name!r} allows no chunks"
+    check_fits(call.site, options, whole, [call.leaves[i] for i in plan.mapped], why)
 
 
 def warn_of_small_steps(item: ItemProgram, plan: Plan) -> None:

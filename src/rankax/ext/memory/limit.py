@@ -9,13 +9,16 @@ time.
 The whole call is compiled, not the chunk, because what the loop adds counts too, such as the copy
 of the outputs where no chunk divides the batch. The gradient is measured with respect to all
 floating arrays, including those that the kernel closes over, because a forward call does not show
-what will be differentiated. Arrays that the kernel closes over become inputs of the measured
-program: they may be tracers of an outer trace, and only their shapes are known.
+what will be differentiated. Where no chunk is small enough for that, the cotangents of large arrays
+are left out, for which nobody may ask: they are as large as the arrays, for any chunk. Arrays that
+the kernel closes over become inputs of the measured program: they may be tracers of an outer trace,
+and only their shapes are known.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -29,13 +32,25 @@ from rankax.core.base.cache import Kept
 from rankax.core.loop.eager_programs import Unknown, fingerprint
 from rankax.core.plan.schedule import Shape
 from rankax.core.trace.derivatives import of_some
-from rankax.ext.memory.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
+from rankax.core.trace.programs import evaluate
+from rankax.ext.equations import bytes_of_item
+from rankax.ext.memory.budget import (
+    Cost,
+    MemoryFit,
+    TooLargeError,
+    fit_chunk,
+    limit_in_bytes,
+    shown_bytes,
+)
 
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, and the
 # call as a function of constants and arrays, which returns a list.
 Program = Callable[[int, bool | None], tuple[int, Callable[..., Any]]]
 
 Answer = TypeVar("Answer")
+
+# The cotangent of an array may be left out if it has this share of a limit, and so many bytes.
+_LARGE, _LEAST_LARGE = 10, 2**20
 
 _kept: Kept[Any] = Kept(1024, "chunk sizes by memory limit")
 
@@ -66,6 +81,7 @@ def fit_to_limit(
     shapes = stand_ins((item.consts, arrays), options.target, site)
     compiler, total = dict(options.compiler_options or ()) or None, math.prod(sizes)
 
+    @functools.cache
     def measure(chunk_size: int) -> Cost:
         in_flight, call = program(chunk_size, options.checkpoint)
         forward = _temporaries(jax.jit(call).trace(*shapes), compiler)
@@ -74,9 +90,35 @@ def fit_to_limit(
         traced, why = _gradient(call, *shapes)
         return Cost(in_flight, forward, traced and _temporaries(traced, compiler), why)
 
+    def measure_apart(chunk_size: int, most: int) -> Cost:
+        """Measure a gradient without what cotangents of arrays of more than ``most`` bytes need.
+
+        These are needed for any chunk, as by one of a single item, and are two copies at most; what
+        more items need is in flight.
+        """
+
+        def own(chunk_size: int) -> int:
+            traced, _ = _gradient(program(chunk_size, options.checkpoint)[1], *shapes, most)
+            return _temporaries(traced, compiler) if traced else measure(chunk_size).forward
+
+        large = filter(has_tangent, jax.tree.leaves(shapes))
+        copies = 2 * sum(size for size in map(bytes_of_type, large) if size > most)
+        theirs = min(copies, max(0, (measure(1).gradient or 0) - own(1)))
+        cost = measure(chunk_size)
+        gradient = max(own(chunk_size), (cost.gradient or 0) - theirs)
+        return dataclasses.replace(cost, gradient=gradient, cotangents=theirs)
+
     def fit() -> MemoryFit:
         limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
-        found = fit_chunk(measure, sizes, min(options.most or total, total), limit, site)
+        settings: Any = sizes, min(options.most or total, total), limit, site
+        share = max(limit // _LARGE, _LEAST_LARGE)
+        is_large = [has_tangent(x) and bytes_of_type(x) > share for x in jax.tree.leaves(shapes)]
+        try:
+            found = fit_chunk(measure, *settings)
+        except TooLargeError:
+            if measure(1).gradient is None or not any(is_large):
+                raise
+            return fit_chunk(lambda chunk_size: measure_apart(chunk_size, share), *settings)
         may_store = options.checkpoint is None and options.rules.pays_to_store(item.jaxpr)
         if not may_store or found.gradient is None or found.chunk_size >= total:
             return found
@@ -86,20 +128,63 @@ def fit_to_limit(
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(site, item, shapes, (options, options.rules, sizes, key), fit)
+    def estimate() -> str:
+        limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
+        each = max(1, bytes_of_item(item.jaxpr))
+        size = min(total, max(1, limit // (2 * each)))
+        return (
+            f" (one item computes {shown_bytes(each)}, and its gradient about as much again, so "
+            f"chunk_size={size} should do)"
+        )
+
+    return fit_once(site, item, shapes, (options, options.rules, sizes, key), fit, estimate)
 
 
-def fit_once(site: str, item: Any, arrays: Any, key: Hashable, fit: Callable[[], Answer]) -> Answer:
-    """Return ``fit()``, or what it returned for an equal program, arrays of equal types and key."""
+def check_fits(
+    site: str, options: Any, call: Callable[..., list[Any]], arrays: Sequence[Any], why: str
+) -> None:
+    """Refuse a call of some arrays that cannot be cut, if it needs more than the limit."""
+    closed = jax.make_jaxpr(call)(*map(shape_of, arrays))
+    shapes = stand_ins((closed.consts, list(arrays)), options.target, site)
+
+    def whole(consts: list[Any], arrays: list[Any]) -> list[Any]:
+        return evaluate(closed.jaxpr, consts, *arrays)
+
+    def fit() -> tuple[int, int]:
+        compiler = dict(options.compiler_options or ()) or None
+        traced = jax.jit(whole).trace(*shapes), _gradient(whole, *shapes)[0]
+        needs = max(_temporaries(each, compiler) for each in traced if each is not None)
+        return needs, limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
+
+    needs, limit = fit_once(site, closed, shapes, (options, "whole"), fit)
+    if needs > limit:
+        raise ValueError(
+            f"{site}: it needs {shown_bytes(needs)}, and memory_limit is {shown_bytes(limit)}, but "
+            f"{why}; raise the limit to at least {needs} bytes"
+        )
+
+
+def fit_once(
+    site: str,
+    item: Any,
+    arrays: Any,
+    key: Hashable,
+    fit: Callable[[], Answer],
+    estimate: Callable[[], str] = str,
+) -> Answer:
+    """Return ``fit()``, or what it returned for an equal program, arrays of equal types and key.
+
+    ``estimate``: returns what to say where nothing can be measured.
+    """
     if any(hasattr(effect, "name") for effect in item.effects):
         raise ValueError(
             f"{site}: memory_limit cannot measure a kernel with a collective over an outer axis; "
-            "give chunk_size"
+            f"give chunk_size{estimate()}"
         )
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         raise ValueError(
             f"{site}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
-            "of arrays name its mesh; give chunk_size"
+            f"of arrays name its mesh; give chunk_size{estimate()}"
         )
     leaves, treedef = jax.tree.flatten(arrays)
     types = tuple((shape.shape, shape.dtype) for shape in map(shape_of, leaves))
@@ -166,11 +251,16 @@ _REFUSALS = (
 
 
 def _gradient(
-    call: Callable[..., Any], consts: list[Any], arrays: list[Any]
+    call: Callable[..., Any], consts: list[Any], arrays: list[Any], most: float = math.inf
 ) -> tuple[Any | None, str]:
-    """Trace the gradient with respect to all floating arrays; None, and why, if there is none."""
+    """Trace the gradient with respect to all floating arrays of at most so many bytes.
+
+    None, and why, if there is none.
+    """
     leaves, treedef = jax.tree.flatten((consts, arrays))
-    moving = [i for i, leaf in enumerate(leaves) if has_tangent(leaf)]
+    moving = [
+        i for i, leaf in enumerate(leaves) if has_tangent(leaf) and bytes_of_type(leaf) <= most
+    ]
 
     def outputs(*leaves: Any) -> list[Any]:
         return [out for out in call(*treedef.unflatten(leaves)) if has_tangent(out)]
@@ -194,6 +284,11 @@ def _gradient(
         if not refusals:
             raise
         return None, refusals[0].removesuffix(".")
+
+
+def bytes_of_type(x: Any) -> int:
+    """Return the bytes of an array, or of a type."""
+    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def free_bytes(target: Target | None = None) -> int:

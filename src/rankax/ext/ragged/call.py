@@ -50,7 +50,7 @@ from rankax.core.loop.loop import widen
 from rankax.core.loop.spec import PLACE
 from rankax.core.plan.schedule import Shape
 from rankax.core.reduce.run import Reductions
-from rankax.ext.bucket import resized
+from rankax.ext.bucket import as_inputs, resized
 from rankax.ext.lengths import Group, Shared, bucket_of, groups_of, rounded_up, slots_for
 from rankax.ext.ragged.padded import (
     ITEMS,
@@ -280,6 +280,7 @@ class RaggedCall:
         derived = call.kernel.structures.get_or_make(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
+        items = items if self.is_staged else as_inputs(items)
         given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
         own = bind(derived, (), given, shapes_only=True)
         if self.is_last_reduced and self.is_filled and not self.is_direct:

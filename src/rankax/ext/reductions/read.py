@@ -3,6 +3,7 @@
 
 import difflib
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ _HINTS = {
 }
 
 
-def read_reductions(value: Any, site: str) -> Reductions:
+def read_reductions(value: Any, site: str, also: Sequence[str] = ()) -> Reductions:
     """Read names and objects; refuse anything else.
 
     Parameters
@@ -35,9 +36,11 @@ def read_reductions(value: Any, site: str) -> Reductions:
     value : str, Reduction, None, or a pytree of those
     site : str
         The name of the called function, for errors.
+    also : sequence of str
+        What else the caller takes, for errors.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda node: node is None)
-    parts = [_parts(leaf, site) for leaf in leaves]
+    parts = [_parts(leaf, site, [*_BY_NAME, *also]) for leaf in leaves]
     entries, structure = jax.tree.flatten(tree.unflatten(parts))
     if all(entry.is_kept for entry in entries):
         raise ValueError(f"{site}: reduce names no reduction, got {value!r}")
@@ -46,15 +49,15 @@ def read_reductions(value: Any, site: str) -> Reductions:
     return Reductions(tuple(entries), structure, tree, places)
 
 
-def _parts(leaf: Any, site: str) -> Any:
+def _parts(leaf: Any, site: str, names: Sequence[str]) -> Any:
     """Return a reduction, or a tuple or dict of several."""
     if not isinstance(leaf, Several):
-        return _reduction(leaf, site)
+        return _reduction(leaf, site, names)
     mask = checked_where(leaf.where, site)
-    return jax.tree.map(lambda part: _reduction(part, site).of_items(mask), leaf.reductions)
+    return jax.tree.map(lambda part: _reduction(part, site, names).of_items(mask), leaf.reductions)
 
 
-def _reduction(leaf: Any, site: str) -> Reduction:
+def _reduction(leaf: Any, site: str, names: Sequence[str]) -> Reduction:
     if leaf is None:
         return Keep()
     if isinstance(leaf, Reduction):
@@ -64,17 +67,16 @@ def _reduction(leaf: Any, site: str) -> Reduction:
         raise TypeError(
             f"{site}: reduce got the class {leaf.__name__}; call it: {leaf.__name__}(...)"
         )
-    known = listed(list(_BY_NAME), "or")
     if not isinstance(leaf, str):
         name = getattr(leaf, "__name__", None)  # such as jnp.sum
         hint = f"; did you mean {name!r}?" if name in _BY_NAME else ""
         raise TypeError(
-            f"{site}: reduce must hold names ({known}), objects of rankax.reductions and None, "
-            f"got {type(leaf).__name__} {name or repr(leaf)}{hint}"
+            f"{site}: reduce must hold names ({listed(names, 'or')}), objects of "
+            f"rankax.reductions and None, got {type(leaf).__name__} {name or repr(leaf)}{hint}"
         )
     if leaf not in _BY_NAME:
-        close = difflib.get_close_matches(leaf, _BY_NAME, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"available: {listed(list(_BY_NAME))}"
+        close = difflib.get_close_matches(leaf, names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"available: {listed(names)}"
         hint = _HINTS.get(leaf, hint)
         raise ValueError(f"{site}: no reduction is called {leaf!r}; {hint}")
     return _BY_NAME[leaf]

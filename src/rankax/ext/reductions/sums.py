@@ -195,7 +195,7 @@ class Moments(_Average):
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         _, mean, squares = (x[..., 0] for x in state)
-        is_empty = size == 0 if isinstance(size, int) else size == scalar(0, size.dtype)
+        is_empty = size == scalar(0, size.dtype) if isinstance(size, jax.Array) else size == 0
         mean = jnp.where(is_empty, jnp.full_like(mean, jnp.nan), mean)
         variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
@@ -207,7 +207,8 @@ class Moments(_Average):
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        number = scalar(row.size, real) if self.where is None else row.count.astype(real)
+        number = row.count
+        number = scalar(number, real) if isinstance(number, int) else jnp.asarray(number, real)
         # The mean of no items is 0 in a state, as at the start of a loop.
         share = 1 / jnp.maximum(number, 1)
 
@@ -234,11 +235,11 @@ class Moments(_Average):
 
 
 def _count(size: int | jax.Array) -> jax.Array:
-    return jnp.asarray(size, count_dtype(size)) if isinstance(size, int) else size
+    return size if isinstance(size, jax.Array) else jnp.asarray(size, count_dtype(size))
 
 
 def _number(size: int | jax.Array, dtype: Any) -> Any:
-    return float(size) if isinstance(size, int) else size.astype(dtype)
+    return float(size) if isinstance(size, int) else jnp.asarray(size).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

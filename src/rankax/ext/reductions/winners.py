@@ -48,7 +48,8 @@ class _Compared(EachLeaf):
 
     def misfit(self, aval: Any) -> str:
         is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
-        return "complex numbers have no order" if is_complex else ""
+        words = "complex numbers have no order; return their real part or jnp.abs of them"
+        return words if is_complex else ""
 
 
 class _ArgExtremum(_Compared):
