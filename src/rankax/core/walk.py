@@ -259,7 +259,7 @@ class _Walk:
         """
         if not any(level.is_loop for level in self.nest.plan.levels):
             return False
-        again = self.nest.reductions is not None and not self._row({}).is_linear
+        again = self.nest.reductions is not None and not self._row(0, ()).is_linear
         is_made = makes_ref(closed.effects) and makes_constant_ref(closed.jaxpr)
         return is_made or (again and writes_ref(closed.effects))
 
