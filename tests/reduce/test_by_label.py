@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: MIT
+"""`ByLabel` and `Histogram`, against NumPy on what they never store."""
+
+import functools
+import re
+import warnings
+
+import dask.array
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_same, slow
+from rankax import Mask, Ragged, SplitKey, auto_vmap, chunked_reduce, sliced_scan
+from rankax.reductions import ByLabel, Histogram, Mean, Moments, MomentsResult, Several
+from rankax.stream import run
+
+OF = ["sum", "mean", "count", "max", "min", "logsumexp", Moments()]
+DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"]
+
+
+def by_loop(of, labels, values, length):
+    """Each label and its value in turn; the axes of the labels are the first of the values."""
+    groups = [[] for _ in range(length)]
+    for at in np.ndindex(labels.shape):
+        if 0 <= int(labels[at]) < length:
+            groups[int(labels[at])].append(values[at])
+    if of == "count":
+        return np.array([len(group) for group in groups])
+    shape = values.shape[labels.ndim :]
+    groups = [np.array(group, values.dtype).reshape(-1, *shape) for group in groups]
+    if isinstance(of, Moments):
+        return MomentsResult(
+            np.array([len(group) for group in groups]),
+            *(np.stack([fun(group, axis=0) for group in groups]) for fun in (np.mean, np.var)),
+        )
+    kind = values.dtype
+    worst = (-np.inf, np.inf) if kind.kind == "f" else (0, 1)
+    if kind.kind in "iu":
+        worst = np.iinfo(kind).min, np.iinfo(kind).max
+    functions = {
+        "sum": functools.partial(np.sum, axis=0),
+        "mean": functools.partial(np.mean, axis=0),
+        "max": functools.partial(np.max, axis=0, initial=worst[0]),
+        "min": functools.partial(np.min, axis=0, initial=worst[1]),
+        "logsumexp": lambda group: np.log(np.exp(group).sum(axis=0)),
+    }
+    with np.errstate(divide="ignore"):
+        return np.stack([functions[of](group) for group in groups])
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    of = OF[seed % len(OF)]
+    dtype = DTYPES[seed // len(OF) % len(DTYPES)]
+    items, length = int(rng.choice([1, 2, 7, 30, 61])), int(rng.choice([1, 2, 5, 13, 300]))
+    core = [(), (), (3,), (2, 2)][rng.integers(4)]
+    rest = [(), (), (3,), (2, 5)][rng.integers(4)]
+    low, high = [(0, length), (-2, length + 3), (length, length + 9), (0, 1)][rng.integers(4)]
+    limits = np.iinfo(dtype if dtype != "bool" else "uint8")
+    high = min(high, int(limits.max))
+    labels = rng.integers(max(min(low, high - 1), int(limits.min)), high, (items, *core))
+    kinds = ["float32", "float32", "int32"]
+    kinds += ["complex64"] * (of not in ("max", "min")) + ["bool", "uint8"]
+    kind = kinds[rng.integers(3 if of == "logsumexp" else len(kinds))]
+    kind = "float32" if isinstance(of, Moments) else kind
+    values = rng.normal(size=(items, *core, *rest)) * 3
+    values = values + 1j * rng.normal(size=values.shape) if kind == "complex64" else values
+    size = int(rng.choice([1, 4, items])) if rng.integers(4) else None
+    return (
+        of,
+        labels.astype(dtype),
+        np.abs(values).astype(kind) if kind == "uint8" else values.astype(kind),
+        length,
+        size,
+    )
+
+
+PLAIN = {name: getattr(jnp, name) for name in ("sum", "mean", "max", "min")}
+PLAIN |= {"logsumexp": jax.nn.logsumexp}
+
+
+def expected_dtype(of, values):
+    like = jnp.zeros((2,), values.dtype)
+    return jnp.int32 if of == "count" else PLAIN[of](like).dtype
+
+
+def check_case(seed):
+    of, labels, values, length, size = random_case(seed)
+    with jax.enable_x64(labels.dtype.itemsize == 8):
+        call = chunked_reduce(lambda *item: item, ByLabel(0, length, of), chunk_size=size)
+        found = call(labels, values) if of == "count" else call(labels, values)[1]
+        if of != "count" and not isinstance(of, Moments):
+            assert found.dtype == expected_dtype(of, values)
+    is_float = values.dtype.kind in "fc" or of == "logsumexp"
+    exact = values.astype(np.result_type(values, float)) if is_float else values
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        expected = by_loop(of, labels, exact, length)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4, err_msg=str((seed, of, size)))
+
+
+@pytest.mark.parametrize("start", [0, *map(slow, range(20, 200, 20))])
+def test_random_cases(start):
+    for seed in range(start, start + 20):
+        check_case(seed)
+
+
+# Derivatives, against those of `jax.ops` on what is stored.
+
+X = jnp.asarray(np.random.default_rng(1).normal(size=(23, 3)), jnp.float32)
+LABELS = jnp.asarray(np.random.default_rng(2).integers(-1, 6, 23), jnp.int32)
+PLACES = [np.flatnonzero(np.asarray(LABELS) == label) for label in range(6)]
+LENGTH = 7  # of which 0 to 5 have items
+
+
+def kernel(label, x):
+    return {"bin": label, "value": jnp.sin(x) * x[0], "norm": jnp.sum(x**2)}
+
+
+def segments(of, labels, x):
+    """The bins 0 to 5 of the values that `kernel` returns for each item."""
+    out = jax.vmap(kernel)(labels, x)
+
+    def reduced(value):
+        groups = [value[at] for at in PLACES]
+        if isinstance(of, Moments):
+            return MomentsResult(
+                jnp.array(list(map(len, PLACES))),
+                *(jnp.stack([fun(group, 0) for group in groups]) for fun in (jnp.mean, jnp.var)),
+            )
+        return jnp.stack([PLAIN[of](group, axis=0) for group in groups])
+
+    return {"bin": None, "norm": reduced(out["norm"]), "value": reduced(out["value"])}
+
+
+def filled(found):
+    return jax.tree.map(lambda x: x[: LENGTH - 1], found)
+
+
+def loss_of(fun):
+    def loss(*args):
+        leaves = [x for x in jax.tree.leaves(fun(*args)) if x.dtype == jnp.float32]
+        return sum(jnp.sum(jnp.sin(x + jnp.arange(x.size).reshape(x.shape) / 9)) for x in leaves)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "of", ["sum", slow("mean"), "max", slow("min"), "logsumexp", Moments()], ids=str
+)
+@pytest.mark.parametrize("size", [4, slow(1), slow(None)])
+def test_derivatives_of_first_and_second_order(of, size):
+    call = chunked_reduce(kernel, ByLabel("bin", LENGTH, of), chunk_size=size)
+
+    def derivatives(fun):
+        loss = functools.partial(loss_of(fun), LABELS)
+        tangent = jnp.cos(X)
+        along = jax.jvp(functools.partial(fun, LABELS), (X,), (tangent,))
+        back = jax.grad(loss)
+        return fun(LABELS, X), along[1], back(X), jax.jvp(back, (X,), (tangent,))[1]
+
+    def found(labels, x):
+        return filled(call(labels, x))
+
+    got = jax.jit(lambda: derivatives(found))()
+    want = jax.jit(lambda: derivatives(functools.partial(segments, of)))()
+    assert_same(got, want, rtol=2e-4, atol=2e-5)
+
+
+# The same by every path of a call.
+
+
+def of_pairs(x, y, w):
+    """The distance of all pairs in units of a half, and their weights."""
+    distance = np.abs(x[:, None] - y)
+    return np.floor(2 * distance).astype(int), w * distance, distance > 0.3
+
+
+@auto_vmap(x=0, y=0, w=0, reduce=ByLabel("bin", 5), chunk_size=7)
+def pairs(x, y, w):
+    distance = jnp.abs(x - y)
+    return {
+        "bin": jnp.floor(2 * distance).astype(int),
+        "value": w * distance,
+        "apart": distance > 0.3,
+    }
+
+
+P, Q, W = (jnp.asarray(np.random.default_rng(i).uniform(0, 3, 23), jnp.float32) for i in range(3))
+BINS, VALUES, APART = of_pairs(*map(np.asarray, (P, Q, W)))
+
+
+@pytest.mark.parametrize("of", ["sum", "max", slow("logsumexp")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_size": 7},
+        {"chunk_size": None},
+        slow({"chunk_size": 1}),
+        {"chunk_size": 100, "reduce_axis": 0},
+        {"memory_limit": "1 MB", "jit": True},
+        slow({"lockstep": False, "chunk_size": 40}),
+        slow({"xla_cpu": False}),
+        slow({"hoist": False, "chunk_size": 50}),
+    ],
+    ids=str,
+)
+def test_pairs(of, options):
+    kernel = pairs.with_options(reduce=ByLabel("bin", 5, of, where="apart"), **options)
+    bins = np.where(APART, BINS, -1)
+    if "reduce_axis" in options:
+        columns = zip(bins.T, VALUES.T, strict=True)
+        expected = np.stack([by_loop(of, *column, 5) for column in columns])
+    else:
+        expected = by_loop(of, bins, VALUES, 5)
+    np.testing.assert_allclose(kernel(P[:, None], Q, W)["value"], expected, rtol=1e-5)
+
+
+def test_several_reductions_of_one_pass():
+    several = Several(
+        total=ByLabel("bin", 5),
+        count=ByLabel("bin", 5, "count", where="apart"),
+        histogram=Histogram([0.5, 1.0, 4.0], by="value", where="apart"),
+        mean=Mean(where="apart"),
+    )
+    found = pairs.with_options(reduce=several)(P[:, None], Q, W)
+    np.testing.assert_allclose(found["total"]["value"], by_loop("sum", BINS, VALUES, 5), rtol=1e-5)
+    np.testing.assert_array_equal(found["count"], np.bincount(BINS[APART], minlength=5)[:5])
+    np.testing.assert_allclose(found["mean"]["value"], VALUES[APART].mean(), rtol=1e-5)
+
+
+def item(label, x):
+    return {"bin": label, "x": x, "y": x[0] ** 2}
+
+
+EACH = Several(
+    *(ByLabel("bin", LENGTH, of) for of in ("sum", "mean", "count", "max", "min", "logsumexp")),
+    ByLabel("bin", LENGTH, Moments()),
+    Histogram(6, range=(0, 6), by="bin", of="sum"),
+)
+EXPECTED = jax.jit(chunked_reduce(item, EACH, None))(LABELS, X)
+
+
+def same(found, expected=EXPECTED):
+    assert_same(jax.tree.map(jnp.asarray, found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_and_streams(tmp_path):
+    kernel = auto_vmap(label=0, x=1, reduce=EACH, chunk_size=4)(item)
+    labels, x = np.asarray(LABELS), np.asarray(X)
+    blocks = dask.array.from_array(labels, chunks=7), dask.array.from_array(x, chunks=(7, 3))
+    same(dask.compute(kernel(*blocks))[0])
+    same(
+        jax.tree.map(
+            np.asarray, run(kernel, labels, x, out=tmp_path / "a.zarr", memory_limit="1 MB")
+        )
+    )
+
+
+def test_ragged_items():
+    lengths = np.array([3, 0, 5, 1, 3, 11])
+
+    @auto_vmap(x="n 3", mask=Mask("n"), reduce=ByLabel("bin", 6), chunk_size=2)
+    def kernel(x, mask):
+        return {"bin": jnp.sum(mask), "total": jnp.sum(jnp.sin(x), where=mask[:, None])}
+
+    def total(x):
+        return kernel(Ragged(x, lengths))["total"]
+
+    items = np.split(np.sin(X), np.cumsum(lengths)[:-1])
+    np.testing.assert_allclose(
+        total(X), by_loop("sum", lengths, np.array([item.sum() for item in items]), 6), rtol=1e-5
+    )
+    weights = jnp.arange(6.0)
+    slopes = np.repeat(np.where(lengths < 6, lengths, 0), lengths)[:, None] * np.cos(X)
+    assert_same(jax.grad(lambda x: total(x) @ weights)(X), jnp.asarray(slopes, jnp.float32))
+
+
+def test_random_numbers_are_those_of_their_items():
+    @auto_vmap(key=SplitKey, x=0)
+    def noisy(key, x):
+        return {"x": x, "noise": jax.random.normal(key)}
+
+    x = jnp.linspace(0.0, 1.0, 50)
+    each = noisy(jax.random.key(0), x)
+    reduce = Histogram(4, range=(0, 1), of="sum", by="x")
+    found = noisy.with_options(reduce=reduce, chunk_size=8)(jax.random.key(0), x)
+    expected = np.histogram(x, 4, range=(0, 1), weights=each["noise"])[0]
+    np.testing.assert_allclose(found["noise"], expected, rtol=1e-5)
+
+
+def test_windows_of_a_scan():
+    def step(carry, x):
+        return carry + x, {"bin": jnp.floor(carry).astype(int), "x": x}
+
+    xs = jnp.linspace(0.1, 0.9, 10)
+    _, ys = jax.lax.scan(step, 0.0, xs)
+    for of in ("sum", "max", "mean", "count", "logsumexp", Moments()):
+        _, found = sliced_scan(step, 0.0, xs, save_at=[3, 9], reduce=ByLabel("bin", 4, of))
+        for i, window in enumerate((slice(4), slice(4, 10))):
+            some = jax.tree.map(lambda y, window=window: y[window], ys)
+            expected = chunked_reduce(lambda y: y, ByLabel("bin", 4, of), None)(some)
+            assert_same(jax.tree.map(lambda y, i=i: y[i], found), expected)
+
+
+def test_items_that_end_by_themselves():
+    @auto_vmap(x=0, reduce=Histogram(8, range=(0, 40), of="sum", by="steps"), lockstep=False)
+    def halved(x):
+        def halve(state):
+            return state[0] / 2, state[1] + 1
+
+        end, steps = jax.lax.while_loop(lambda state: state[0] > 0.01, halve, (x, 0))
+        return {"steps": steps, "end": end}
+
+    x = jnp.exp(jnp.linspace(-3.0, 9.0, 40))
+    same(halved(x), halved.with_options(lockstep=True)(x))
+    gradients = [
+        jax.grad(lambda x, f=f: f(x)["end"][0])(x)
+        for f in (halved, halved.with_options(chunk_size=None))
+    ]
+    same(*gradients)
+
+
+@pytest.mark.parametrize("of", ["sum", slow("max"), "logsumexp", slow(Moments())], ids=str)
+def test_what_where_leaves_out_sends_nothing_back(of):
+    @auto_vmap(x=0, reduce=ByLabel("bin", 3, of), where="ok", chunk_size=4)
+    def roots(x):
+        return {"bin": (x > 1).astype(int), "root": jnp.sqrt(x), "ok": x > 0}
+
+    x = jnp.array([0.0, 0.5, -1.0, 2.0, 0.0, 3.0])
+    gradient = jax.grad(lambda x: jax.tree.leaves(roots(x))[-1][:2].sum())(x)
+    some = jax.grad(lambda x: jax.tree.leaves(roots(x))[-1][:2].sum())(x[jnp.array([1, 3, 5])])
+    np.testing.assert_allclose(gradient, jnp.zeros(6).at[jnp.array([1, 3, 5])].set(some), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: ByLabel("bin"), TypeError, "ByLabel: length is missing; say how many labels"),
+        (lambda: ByLabel("bin", 0), ValueError, "ByLabel: length must be a positive int, got 0"),
+        (
+            lambda: ByLabel("bin", 2.0),
+            TypeError,
+            "ByLabel: length must be a positive int, got float",
+        ),
+        (lambda: ByLabel(None, 2), TypeError, "ByLabel: of='sum' needs the output with the la"),
+        (
+            lambda: ByLabel(np.arange(3), 2),
+            TypeError,
+            "ByLabel: by must be the key, field or index of the output with the labels, got "
+            "ndarray; pass the labels to the kernel, and return them beside the values",
+        ),
+        (lambda: ByLabel("bin", 2, "median"), TypeError, "ByLabel: of must be 'count', 'sum', "),
+        (lambda: ByLabel("bin", 2, Moments), TypeError, "ByLabel: of must be 'count', 'sum', 'me"),
+        (
+            lambda: ByLabel("bin", 2, Moments(where="ok")),
+            TypeError,
+            "ByLabel: where belongs to ByLabel itself, not to of=moments where 'ok'",
+        ),
+        (lambda: Histogram(4), ValueError, "Histogram: range is missing; say where 4 equal bins"),
+        (lambda: Histogram(4.0), TypeError, "Histogram: edges, if there is one, must be a positi"),
+        (lambda: Histogram(4, range=(1, 0)), ValueError, "Histogram: range must be two increasing"),
+        (lambda: Histogram(4, range=3), ValueError, "Histogram: range must be two increasing num"),
+        (lambda: Histogram([0, 1], range=(0, 1)), ValueError, "Histogram: range is for an int of"),
+        (lambda: Histogram([1, 0]), ValueError, "Histogram: edges must be an int, or two or more"),
+        (lambda: Histogram([0]), ValueError, "Histogram: edges must be an int, or two or more in"),
+        (lambda: Histogram([0, 1], "mean", density=True), ValueError, "Histogram: density is of "),
+        (lambda: Histogram([0, 1], density=1), TypeError, "Histogram: density must be True or Fa"),
+        (lambda: Histogram([0, 1], by=0.5), TypeError, "Histogram: by must be the key, field or "),
+        (
+            lambda: jax.jit(lambda x: Histogram(x).length)(jnp.arange(3.0)),
+            TypeError,
+            "Histogram: JAX is tracing edges, but they are part of the program; pass them to the",
+        ),
+    ],
+)
+def test_wrong_objects(make, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("reduce", "text"),
+    [
+        (ByLabel("bins", 3), "output has no output 'bins'; it has output['bin'], output['x'] and"),
+        (
+            ByLabel("x", 3),
+            "output['x'] has dtype float32, but labels are integers; return them as integers, or "
+            "take rankax.reductions.Histogram, which makes labels from numbers",
+        ),
+        ({"bin": ByLabel("bin", 3), "x": None, "y": None}, "output['bin'] has no output 'bin'"),
+        (ByLabel(None, 3, "count"), "output has several outputs: output['bin'], output['x'] and "),
+        (ByLabel("bin", 3), "of shape (2,), so the shape of output['x'] must begin with it, but"),
+        (ByLabel("bin", 3, Moments()), "has dtype int32, and moments needs floats; return it as"),
+        (ByLabel("bin", 3, "max"), "has dtype complex64, and complex numbers have no order"),
+        (Histogram([0, 1], "sum", by="y"), "has dtype complex64, but a histogram is of real numb"),
+    ],
+)
+def test_what_does_not_fit(reduce, text):
+    def outputs(label, x):
+        label = jnp.stack([label] * 2) if "shape" in text else label
+        y = label if "Moments" in str(reduce) else jax.lax.complex(x[0], x[1])
+        return {"bin": label, "x": x, "y": y}
+
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        chunked_reduce(outputs, reduce, 4)(LABELS, X)
+    assert str(caught.value).startswith(f"outputs() at {__file__}:")
+
+
+def test_labels_without_values():
+    text = "output[0] has labels, and there is no value beside it; return both, or count the items"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        chunked_reduce(lambda label: (label,), ByLabel(0, 3), 4)(LABELS)
+    found = chunked_reduce(lambda label: label, ByLabel(length=3, of="count"), 4)(LABELS)
+    np.testing.assert_array_equal(found, [np.sum(i == LABELS) for i in range(3)])
