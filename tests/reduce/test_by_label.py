@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, slow
+from helpers import assert_same, primitives, slow, temporary_bytes
 from rankax import Mask, Ragged, SplitKey, auto_vmap, chunked_reduce, sliced_scan
 from rankax.reductions import ByLabel, Histogram, Mean, Moments, MomentsResult, Several
 from rankax.stream import run
@@ -417,3 +417,135 @@ def test_labels_without_values():
         chunked_reduce(lambda label: (label,), ByLabel(0, 3), 4)(LABELS)
     found = chunked_reduce(lambda label: label, ByLabel(length=3, of="count"), 4)(LABELS)
     np.testing.assert_array_equal(found, [np.sum(i == LABELS) for i in range(3)])
+
+
+# What a call needs.
+
+
+def weighted(x, y, v, w):
+    return {"r": jnp.sqrt(jnp.sum((x - y) ** 2) + 0.1), "w": v * w}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("of", ["sum", slow("mean"), "max", "logsumexp", slow(Moments())], ids=str)
+@pytest.mark.parametrize("bins", [64, slow(8000)])
+def test_memory_is_that_of_bins_and_tiles(of, bins):
+    reduce = Histogram(bins, range=(0, 1.8), of=of, by="r")
+    kernel = auto_vmap(x=1, y=1, v=0, w=0, reduce=reduce)(weighted)
+
+    def loss(x, y, v, w):
+        found = jax.tree.leaves(kernel(x[:, None], y, v[:, None], w))
+        return sum(jnp.sum(leaf**2) for leaf in found if leaf.dtype == jnp.float32)
+
+    def needed(fun, points):
+        shapes = (points, 3), (points, 3), (points,), (points,)
+        return temporary_bytes(fun, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+
+    for fun in (loss, jax.grad(loss, (0, 3))):
+        one, four_times = (needed(fun, points) for points in (1000, 2000))
+        # Copies of the points, and at most a few of all bins: the pairs are 4 and 16 MB.
+        assert four_times < one + 1000 * 200, (one, four_times)
+        assert one < 2**18 + 20 * 4 * bins
+
+
+def test_a_step_scatters_once():
+    def count(of):
+        call = chunked_reduce(item, ByLabel("bin", LENGTH, of), chunk_size=4)
+        found = primitives(call, LABELS, X)
+        return sum(number for name, number in found.items() if name.startswith("scatter"))
+
+    assert count("count") == 1
+    assert count("sum") == count("max") == 2  # values
+    assert count("mean") == 3
+
+
+def test_long_sums_do_not_drift():
+    x = jnp.full(3 * 10**6, 0.1, jnp.float32)
+    for length, rtol in ((2, 1e-5), (300, 2e-4)):
+        call = chunked_reduce(lambda x: (1, x), ByLabel(0, length), chunk_size=1000)
+        np.testing.assert_allclose(call(x)[1][:2], [0, 3e5], rtol=rtol)
+    # A plain sum is 3 % off.
+    assert jax.ops.segment_sum(x, jnp.ones(x.size, int), 2)[1] < 2.95e5
+
+
+def test_the_plan_says_how_many_bins():
+    plan = str(pairs.plan(P[:, None], Q, W))
+    assert "reduced by ByLabel('bin', length=5), to ()" in plan
+    histogram = Histogram([0, 1, 2], by="value", where="apart")
+    plan = str(pairs.with_options(reduce=histogram).plan(P[:, None], Q, W))
+    assert "reduced by Histogram(3 edges, by='value') where 'apart', to ()" in plan
+    assert Histogram(3, "sum", range=(0, 1)).label == "Histogram(3, range=(0.0, 1.0), of='sum')"
+    assert ByLabel(0, 3, Moments()).label == "ByLabel(0, length=3, of=Moments())"
+
+
+@pytest.mark.parametrize("of", ["sum", slow("mean"), "logsumexp", slow(Moments())], ids=str)
+def test_derivatives_of_complex_values(of):
+    def kernel(label, x):
+        return {"bin": label, "z": jax.lax.complex(jnp.sin(x[0]), x[1] * x[2])}
+
+    def loss(size, x):
+        call = chunked_reduce(kernel, ByLabel("bin", LENGTH, of), chunk_size=size)
+        found = [filled(leaf) for leaf in jax.tree.leaves(call(LABELS, x))]
+        return sum(
+            jnp.sum(jnp.real(z) * jnp.cos(jnp.imag(z))) for z in found if z.dtype != jnp.int32
+        )
+
+    def plain(x):
+        z = jax.vmap(kernel)(LABELS, x)["z"]
+        groups = [z[at] for at in PLACES]
+        if isinstance(of, Moments):
+            found = [jnp.stack([fun(g) for g in groups]) for fun in (jnp.mean, jnp.var)]
+        else:
+            found = [jnp.stack([PLAIN[of](g) for g in groups])]
+        return sum(jnp.sum(jnp.real(z) * jnp.cos(jnp.imag(z))) for z in found)
+
+    expected = jax.value_and_grad(plain)(X)
+    assert_same(jax.value_and_grad(functools.partial(loss, 4))(X), expected, rtol=1e-4, atol=1e-5)
+
+
+# Histograms.
+
+
+@pytest.mark.parametrize("density", [False, slow(True)])
+@pytest.mark.parametrize("start", [0, slow(20)])
+def test_histograms_are_those_of_numpy(start, density):
+    for seed in range(start, start + 12):
+        rng = np.random.default_rng(seed)
+        # Few digits, so that many numbers are equal to an edge, or nearly so.
+        x = np.round(rng.uniform(-1, 2, rng.integers(1, 50)), int(rng.integers(1, 4)))
+        x = x.astype(["float32", "float16", "int32"][seed % 3])
+        w = rng.normal(size=x.size).astype(np.float32) + 2
+        low, high = [(0, 1), (-1, 2), (-0.3, 0.7)][rng.integers(3)]
+        count = int(rng.integers(1, 40))
+        edges = np.unique(np.round(rng.uniform(-1, 2, count + 2), 1))
+        edges = edges if len(edges) > 1 else [0.0, 1.0]
+        floats = x.astype(np.float32)
+        for ours, bins, ends in (
+            (Histogram(count, "sum", range=(low, high), by=0, density=density), count, (low, high)),
+            (Histogram(edges, "sum", by=0, density=density), edges, None),
+        ):
+            with np.errstate(invalid="ignore"):
+                expected, _ = np.histogram(floats, bins, ends, weights=w, density=density)
+            found = chunked_reduce(lambda *item: item, ours, 7)(x, w)[1]
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=str(seed))
+
+
+def test_nan_and_the_ends_of_a_histogram():
+    x = jnp.array([jnp.nan, jnp.inf, -jnp.inf, -0.1, 0.0, 0.5, 1.0, 1.0000001])
+    for histogram in (Histogram(2, range=(0, 1)), Histogram([0, 0.5, 1])):
+        found = chunked_reduce(lambda x: x, histogram, 3)(x)
+        np.testing.assert_array_equal(found, [1, 2])
+        assert found.dtype == jnp.int32
+    assert Histogram((0, 0.5, 1)) == Histogram(np.array([0, 0.5, 1]))
+    assert hash(Histogram(2, range=[0, 1])) == hash(Histogram(2, range=(0.0, 1.0)))
+
+
+def test_every_number_of_an_output_is_counted():
+    found = chunked_reduce(jnp.sin, Histogram(7, range=(-1, 1)), 4)(X)
+    np.testing.assert_array_equal(found, np.histogram(np.sin(X), 7, (-1, 1))[0])
+
+
+def test_the_reductions_of_numpy_have_other_names():
+    text = "no reduction is called 'histogram'; use rankax.reductions.Histogram(edges)"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        chunked_reduce(jnp.sin, "histogram", 4)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rankax.core.base.arrays import scalar
@@ -20,7 +21,10 @@ from rankax.core.reduce.extrema import Arg, no_index
 from rankax.core.reduce.row import Accumulator, Elementwise, InSlots, State
 from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, finite
 
-_MOST_EXACT = 4096  # numbers of a state that holds what rounding took; a tile has about 1000 items
+# Numbers of a state; a tile has about 1000 items. Up to so many, it holds what rounding took.
+_MOST_EXACT = 2048
+# Up to so many, a tile is scattered by itself and then added, which rounds less often.
+_MOST_EACH = 256
 _SCATTERS: dict[Any, str] = {lax.add: "add", lax.max: "max", lax.min: "min"}
 
 
@@ -45,7 +49,11 @@ class InBins(Accumulator):
     @property
     def drifts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Each addition of a tile that holds what rounding took reads all bins.
-        return self.own.drifts and self.length * math.prod(self.own.core) <= _MOST_EXACT
+        return self.own.drifts and self._numbers <= _MOST_EXACT
+
+    @property
+    def _numbers(self) -> int:
+        return self.length * math.prod(self.own.core)
 
     def start(self, slots: int) -> State:
         return _with_slot(self.own.start(self.length))
@@ -57,6 +65,14 @@ class InBins(Accumulator):
         return None
 
     def step(self, state: State, tile: Any, index: Any, counts: Any = None) -> State:
+        if self.drifts and self._numbers <= _MOST_EACH:
+            return self.merge(state, self.lift(tile, counts))
+        return self._scattered(state, tile, index, counts)
+
+    def lift(self, tile: Any, counts: Any = None) -> State:
+        return self._scattered(self.start(1), tile, None, counts)
+
+    def _scattered(self, state: State, tile: Any, index: Any, counts: Any) -> State:
         labels, *values = tile
         if counts is not None:
             counts = lax.expand_dims(counts, range(labels.ndim - 1))
@@ -74,9 +90,6 @@ class InBins(Accumulator):
     def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
         """Add values, on the last axis, to the states of their bins, on the last axis, too."""
         raise NotImplementedError
-
-    def lift(self, tile: Any, counts: Any = None) -> State:
-        return self.step(self.start(1), tile, None, counts)
 
     # The other axes do not matter to what is done slot by slot.
 
@@ -101,6 +114,20 @@ def _scatter(x: jax.Array, at: jax.Array, values: Any, how: str = "add") -> jax.
     """Return ``x`` with values scattered along its last axis; those outside of it are dropped."""
     scatter = getattr(x.at[..., at], how)
     return scatter(values, mode="drop", wrap_negative_indices=False)
+
+
+def constant(x: Any) -> Callable[[], Any]:
+    """Return what returns an array that has no derivative, for the items of a loop.
+
+    The loop sees integers. Of floats that its steps share, it adds up the cotangents, for which a
+    reverse pass keeps a copy for each row.
+    """
+    if jnp.iscomplexobj(x):
+        return lambda: x
+    whole = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    is_known = isinstance(x, np.ndarray)
+    bits = jnp.asarray(x.view(whole)) if is_known else lax.bitcast_convert_type(x, whole)
+    return lambda: lax.bitcast_convert_type(bits, x.dtype)
 
 
 def gather(x: jax.Array, at: jax.Array) -> jax.Array:

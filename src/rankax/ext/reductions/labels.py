@@ -17,7 +17,7 @@ from rankax.core.plan.schedule import Chunks, Level
 from rankax.core.reduce.extrema import Arg, worst_value
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
 from rankax.core.reduce.row import Accumulation, Elementwise, Row
-from rankax.ext.reductions.bins import CountInBins, in_bins
+from rankax.ext.reductions.bins import CountInBins, constant, in_bins
 from rankax.ext.reductions.sums import LogSumExp, Mean, Moments, Sum
 from rankax.ext.reductions.top import if_found
 from rankax.ext.reductions.unused import unless_unused
@@ -57,10 +57,6 @@ class _ByLabel(Reduction):
     def kind(self) -> EachLeaf | None:
         """What each bin computes; None: it counts."""
         return _BY_NAME.get(self.of) if isinstance(self.of, str) else self.of
-
-    @property
-    def is_linear(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kind is None or self.kind.is_linear
 
     @property
     def is_sum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -153,7 +149,7 @@ class _ByLabel(Reduction):
             levels=(level,),
             count_of_outputs=len(outs),
         )
-        if row.back and row.size and not self.is_linear:
+        if row.back and row.size:
             state = self.differentiable(own, row)
         else:
             state = row.fold(self.accumulations(own, row.size))
@@ -180,8 +176,14 @@ class _ByLabel(Reduction):
         return outputs.structure.unflatten([*values[:at], None, *values[at:]])
 
     # Derivatives: labels have none. That of a value is gathered from the bin of its label.
+    #
+    # Sums are linear, but not folded as such (`is_linear`): a reverse pass would keep the labels of
+    # all items, where it computes these again if each step is checkpointed as a whole. No step
+    # keeps the bins, on which the derivative of a sum does not depend.
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        if self.kind is None or isinstance(self.kind, Sum):
+            return super().differentiable(outputs, row)
         parts = self._parts(outputs)
         counting = self._counting(outputs, parts)
         counts = row.fold_constants(counting) if counting else []
@@ -209,11 +211,11 @@ class _ByLabel(Reduction):
         ``bins`` has the bins on the axis before the last, as a state has. A value whose label is no
         bin's is 0, so that no function of it has an infinite derivative.
         """
-        numbers = jnp.moveaxis(bins[..., 0], -1, 0)
+        numbers = constant(jnp.moveaxis(bins[..., 0], -1, 0))
 
         def shifted(outs: list[jax.Array]) -> jax.Array:
             labels = outs[parts.position]
-            own = numbers.at[labels].get(mode="clip", wrap_negative_indices=False)
+            own = numbers().at[labels].get(mode="clip", wrap_negative_indices=False)
             is_in = (labels >= 0) & (labels < self.length)
             is_in = lax.expand_dims(is_in, range(labels.ndim, own.ndim))
             off = outs[position].astype(own.dtype) - own
@@ -225,7 +227,8 @@ class _ByLabel(Reduction):
         """Return the sum in each bin of the outputs after the labels, which are the first."""
         here = parts._replace(position=0)
         owns = [Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum) for dtype in dtypes]
-        return row.fold([self._folding(here, i, own) for i, own in enumerate(owns, start=1)])
+        steps = [self._folding(here, i, own) for i, own in enumerate(owns, start=1)]
+        return row.fold(steps, linear=False)
 
     def _exponentials(self, parts: _Parts, row: Row, position: int, aval: Any) -> Any:
         dtype = wide(aval.dtype)
@@ -328,7 +331,7 @@ class ByLabel(_ByLabel):
     -----
     *Cost.* Each tile is scattered into the bins: one scatter for ``"sum"``, ``"max"``, ``"min"``
     and ``"count"``, two for ``"mean"``, three to five for the others. Memory is that of a tile and
-    of the bins, for any number of items. Up to 4096 numbers in all bins, long sums hold what
+    of the bins, for any number of items. Up to 2048 numbers in all bins, long sums hold what
     rounding took. On a GPU, atomic additions come in any order, so the last digits can vary.
 
     *Derivatives.* Those of a sum or mean gather from the bins. ``"logsumexp"`` and ``Moments`` take
@@ -501,8 +504,8 @@ class Histogram(_ByLabel):
         if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
             return None
         x = _as_floats(lax.stop_gradient(x))
-        edges = self._edges_in(x.dtype)
-        table, last = jnp.asarray(edges), self.length - 1
+        edges, last = self._edges_in(x.dtype), self.length - 1
+        table = constant(edges)()
         if self.range is None:
             at = jnp.searchsorted(table[1:-1], x, side="right", method="scan_unrolled")
         else:
@@ -566,7 +569,8 @@ def _edges(edges: Any, ends: Any) -> tuple[Any, Any]:
 
 
 def _shown(of: Any, default: str) -> str:
-    return "" if of == default else f", of={of if isinstance(of, Reduction) else repr(of)}"
+    shown = repr(of) if isinstance(of, str) else f"{type(of).__name__}()"
+    return "" if of == default else f", of={shown}"
 
 
 def _check_of(of: Any, site: str) -> None:
