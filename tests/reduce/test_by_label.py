@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, primitives, slow, temporary_bytes
+from helpers import assert_same, enable_x64, primitives, slow, temporary_bytes
 from rankax import Mask, Ragged, SplitKey, auto_vmap, chunked_reduce, sliced_scan
 from rankax.reductions import ByLabel, Histogram, Mean, Moments, MomentsResult, Several
 from rankax.stream import run
@@ -549,3 +549,93 @@ def test_the_reductions_of_numpy_have_other_names():
     text = "no reduction is called 'histogram'; use rankax.reductions.Histogram(edges)"
     with pytest.raises(ValueError, match=re.escape(text)):
         chunked_reduce(jnp.sin, "histogram", 4)
+
+
+# What nobody thinks of.
+
+
+@pytest.mark.parametrize("size", [50, None])
+def test_moments_of_large_numbers(size):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 400).astype(np.int32)
+    x = (1e4 * (labels + 1) + rng.normal(size=400)).astype(np.float32)
+    found = chunked_reduce(lambda *item: item, ByLabel(0, 3, Moments()), chunk_size=size)(labels, x)
+    groups = [x[labels == i].astype(float) for i in range(3)]
+    np.testing.assert_allclose(found[1].mean, [np.mean(group) for group in groups], rtol=1e-6)
+    np.testing.assert_allclose(found[1].variance, [np.var(group) for group in groups], rtol=1e-2)
+
+
+def test_labels_of_64_bits_are_not_cut():
+    with enable_x64():
+        labels = jnp.array([2**32, -(2**40), 1, 2**31, -1, 2])
+        call = chunked_reduce(lambda label: label, ByLabel(length=3, of="count"), 2)
+        assert labels.dtype == jnp.int64
+        np.testing.assert_array_equal(call(labels), [0, 1, 1])
+        np.testing.assert_array_equal(call(labels.astype(jnp.uint64)), [0, 1, 1])
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_an_empty_batch_has_empty_bins(size):
+    call = chunked_reduce(item, EACH, size)
+    found = call(LABELS[:0], X[:0])
+    for of, got in zip(["sum", "mean", "count", "max", "min", "logsumexp"], found, strict=False):
+        got = got if of == "count" else got["y"]
+        none = {"mean": np.nan, "max": -np.inf, "min": np.inf, "logsumexp": -np.inf}.get(of, 0)
+        np.testing.assert_array_equal(got, np.full(LENGTH, none))
+    assert jax.grad(lambda x: call(LABELS[:0], x)[3]["y"].sum())(X[:0]).shape == (0, 3)
+
+
+def test_weak_types_do_not_depend_on_the_chunks():
+    def weak(label, x):
+        return {"bin": label, "x": jnp.where(x[0] > 0, 1.0, 2.0), "y": jnp.where(x[0] > 0, 1, 2)}
+
+    reduce = Several(*(ByLabel("bin", LENGTH, of) for of in OF[:-1]))
+    trees = [jax.eval_shape(chunked_reduce(weak, reduce, size), LABELS, X) for size in (4, 1, None)]
+    types = [[(x.dtype, x.weak_type) for x in jax.tree.leaves(tree)] for tree in trees]
+    assert types[0] == types[1] == types[2]
+    assert not any(is_weak for _, is_weak in types[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
+def test_half_precision_is_added_in_float32(dtype):
+    x = jnp.full(3000, 0.1, dtype)
+
+    def call(x):
+        return chunked_reduce(lambda x: (0, x), ByLabel(0, 1), chunk_size=100)(x)[1]
+
+    assert call(x).dtype == x.dtype
+    np.testing.assert_allclose(call(x).astype(float), 3000 * float(x[0]), rtol=1e-2)
+    slopes = jax.grad(lambda x: 2 * call(x)[0])(x)
+    np.testing.assert_array_equal(slopes, np.full(3000, 2))
+
+
+def test_a_bin_without_items_sends_nothing_back():
+    def roots(label, x):
+        return {"bin": label, "root": jnp.sqrt(x)}
+
+    def largest(x):
+        call = chunked_reduce(roots, ByLabel("bin", 3, "max"), chunk_size=2)
+        return jnp.where(jnp.isfinite(root := call(jnp.array([0, 1, 1]), x)["root"]), root, 0).sum()
+
+    # The derivative of the root of 0 is infinite, and no bin has this item as its largest.
+    np.testing.assert_allclose(jax.grad(largest)(jnp.array([1.0, 4.0, 0.0])), [0.5, 0.25, 0])
+
+
+def test_nan_stays_in_its_bin():
+    x = X.at[3, 0].set(jnp.nan)
+    found = chunked_reduce(kernel, EACH_LEAF, 4)(LABELS, x)
+    is_own = np.arange(LENGTH) == int(LABELS[3])
+    for tree in found:
+        leaves = [leaf for leaf in jax.tree.leaves(filled(tree)) if leaf.dtype == jnp.float32]
+        for leaf in leaves:
+            bad = np.isnan(leaf).any(axis=tuple(range(1, leaf.ndim)))
+            np.testing.assert_array_equal(bad, is_own[: LENGTH - 1])
+
+
+EACH_LEAF = Several(*(ByLabel("bin", LENGTH, of) for of in OF if of != "count"))
+
+
+def test_equal_objects_share_a_program():
+    assert ByLabel("bin", 3) == ByLabel("bin", 3)
+    assert ByLabel("bin", 3) != ByLabel("bin", 4)
+    assert len({ByLabel("bin", 3, Moments()), ByLabel("bin", 3, Moments())}) == 1

@@ -29,7 +29,7 @@ _BY_NAME: dict[str, EachLeaf] = {
 _KNOWN = listed([*map(repr, ("count", *_BY_NAME)), "Moments()"], "or")
 
 
-class _Parts(NamedTuple):
+class _LabelledOutputs(NamedTuple):
     """The outputs of an item: labels, and values that have the shape of the labels in front."""
 
     at: int  # the leaf that has the labels
@@ -38,7 +38,7 @@ class _Parts(NamedTuple):
     values: list[tuple[int, Any]]  # the position of each value, and its type in a bin
 
 
-class _ByLabel(Reduction):
+class _Labelled(Reduction):
     """What `ByLabel` and `Histogram` share."""
 
     by: str | int | None  # the output that has the labels; None: the only one
@@ -101,7 +101,7 @@ class _ByLabel(Reduction):
             if reason := kind.misfit(aval):
                 raise MisfitError(f"{own} has dtype {aval.dtype}, and {reason}")
 
-    def _parts(self, outputs: Outputs) -> _Parts:
+    def _parts(self, outputs: Outputs) -> _LabelledOutputs:
         at = self._at(outputs)
         assert at is not None  # see `check`
         labels = outputs.avals[at]
@@ -110,7 +110,7 @@ class _ByLabel(Reduction):
             for i, (position, aval) in enumerate(zip(outputs.positions, outputs.avals, strict=True))
             if i != at and self.kind is not None
         ]
-        return _Parts(at, labels, outputs.positions[at], values)
+        return _LabelledOutputs(at, labels, outputs.positions[at], values)
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         kind, parts = self.kind, self._parts(outputs)
@@ -122,13 +122,13 @@ class _ByLabel(Reduction):
         return [*each, *self._counting(outputs, parts)]
 
     def _folding(
-        self, parts: _Parts, position: int, own: Any, mask: int | None = None
+        self, parts: _LabelledOutputs, position: int, own: Any, mask: int | None = None
     ) -> Accumulation:
         """Return what folds one value with an accumulator in each bin."""
         in_each = in_bins(own, self.length, parts.labels.size)
         return Accumulation((parts.position, position), in_each, mask)
 
-    def _counting(self, outputs: Outputs, parts: _Parts) -> list[Accumulation]:
+    def _counting(self, outputs: Outputs, parts: _LabelledOutputs) -> list[Accumulation]:
         """Return what counts the labels of each bin, if that is needed."""
         if not (self.kind is None or isinstance(self.kind, (Mean, Moments))):
             return []
@@ -191,7 +191,7 @@ class _ByLabel(Reduction):
         return [*own, *counts]
 
     def _of_value(
-        self, parts: _Parts, row: Row, position: int, aval: Any, count: Any = None
+        self, parts: _LabelledOutputs, row: Row, position: int, aval: Any, count: Any = None
     ) -> Any:
         """Return the state of one value in terms with the right derivative."""
         kind = self.kind
@@ -205,7 +205,7 @@ class _ByLabel(Reduction):
             return self._moments(parts, row, position, aval, count)
         return self._extreme(parts, row, position, aval, largest=isinstance(kind, Max))
 
-    def _shifted(self, parts: _Parts, row: Row, position: int, bins: jax.Array) -> Row:
+    def _shifted(self, parts: _LabelledOutputs, row: Row, position: int, bins: jax.Array) -> Row:
         """Return a row of labels, and of values less the number of their bin.
 
         ``bins`` has the bins on the axis before the last, as a state has. A value whose label is no
@@ -223,14 +223,16 @@ class _ByLabel(Reduction):
 
         return row.then(lambda outs: outs[parts.position], shifted)
 
-    def _summed(self, parts: _Parts, row: Row, aval: Any, *dtypes: Any) -> list[jax.Array]:
+    def _summed(
+        self, parts: _LabelledOutputs, row: Row, aval: Any, *dtypes: Any
+    ) -> list[jax.Array]:
         """Return the sum in each bin of the outputs after the labels, which are the first."""
         here = parts._replace(position=0)
         owns = [Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum) for dtype in dtypes]
         steps = [self._folding(here, i, own) for i, own in enumerate(owns, start=1)]
         return row.fold(steps, linear=False)
 
-    def _exponentials(self, parts: _Parts, row: Row, position: int, aval: Any) -> Any:
+    def _exponentials(self, parts: _LabelledOutputs, row: Row, position: int, aval: Any) -> Any:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         reals = row.then(
@@ -245,7 +247,9 @@ class _ByLabel(Reduction):
         scaled = shifted.then(lambda outs: outs[0], lambda outs: jnp.exp(outs[1]))
         return top, *self._summed(parts, scaled, aval, dtype)
 
-    def _moments(self, parts: _Parts, row: Row, position: int, aval: Any, count: Any) -> Any:
+    def _moments(
+        self, parts: _LabelledOutputs, row: Row, position: int, aval: Any, count: Any
+    ) -> Any:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         (total,) = row.fold_constants(
@@ -265,7 +269,7 @@ class _ByLabel(Reduction):
         return count.astype(real), mean, squares - jnp.real(off * jnp.conj(off)) * share
 
     def _extreme(
-        self, parts: _Parts, row: Row, position: int, aval: Any, *, largest: bool
+        self, parts: _LabelledOutputs, row: Row, position: int, aval: Any, *, largest: bool
     ) -> jax.Array:
         labels = parts.labels.size
         if words := too_many(row.size * labels):
@@ -290,7 +294,7 @@ class _ByLabel(Reduction):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByLabel(_ByLabel):
+class ByLabel(_Labelled):
     """One reduction for each label: ``jax.ops.segment_sum(values, labels, length)`` and the like.
 
     For outputs ``{"bin": labels, "w": values}`` of all items, equivalent to ::
@@ -392,7 +396,7 @@ class ByLabel(_ByLabel):
 
 
 @dataclasses.dataclass(frozen=True)
-class Histogram(_ByLabel):
+class Histogram(_Labelled):
     """The histogram of numbers: ``jnp.histogram(numbers, edges, weights=weights)[0]``.
 
     Neither the numbers nor the weights of the batch are stored. As in `numpy.histogram`, a bin
