@@ -3,6 +3,7 @@
 
     python -m tox -e bench -- benchmarks/reductions.py            # 10,000 x 10,000 points
     python -m tox -e bench -- benchmarks/reductions.py --large    # and 100,000 x 100,000, once
+    python -m tox -e bench -- benchmarks/reductions.py --labels   # sums by label alone
 
 Points in three dimensions, float32. The contestants take turns in one process, in another order in
 each round; the table has medians. What a contestant compiles first is timed apart. KeOps
@@ -30,7 +31,8 @@ from jax import lax
 
 import shown
 import stamp
-from rankax import auto_vmap
+from rankax import auto_vmap, chunked_reduce
+from rankax.reductions import ByLabel, Histogram
 
 CHUNK = 2**16
 ALL = 'rankax, devices="all"'
@@ -254,6 +256,108 @@ def check_agreement(task: str, results: dict[str, Any]) -> None:
                 np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3, err_msg=who)
 
 
+# Sums by label: of stored values, and of pairs that nobody stores.
+
+LABELLED = "a million values, {} bins"
+BINS = 10, 64, 1000, 100_000
+SHELLS, FAR = 64, 1.8  # bins of the distances of points in a cube of side 1
+
+
+def of_values(bins: int, rng: Any) -> tuple[dict[str, Callable[..., Any]], tuple[Any, ...]]:
+    reduced = chunked_reduce(lambda *item: item, ByLabel(0, bins), CHUNK)
+    values = rng.integers(0, bins, 10**6).astype(np.int32), rng.normal(size=10**6)
+    return {
+        "rankax": lambda labels, x: reduced(labels, x)[1],
+        "jax.ops.segment_sum": lambda labels, x: jax.ops.segment_sum(x, labels, bins),
+    }, values
+
+
+def of_shells(count: int, rng: Any) -> tuple[dict[str, Callable[..., Any]], tuple[Any, ...]]:
+    shells = Histogram(SHELLS, "sum", range=(0, FAR), by="r")
+
+    @auto_vmap(x=1, y=1, v=0, w=0, reduce=shells, chunk_size=CHUNK)
+    def pair(x, y, v, w):
+        return {"r": jnp.sqrt(square(x, y)), "w": v * w}
+
+    def by_row(add: Callable[..., Any]) -> Callable[..., Any]:
+        def row(x, w, total, i):
+            distance = jnp.sqrt(jnp.sum((x[i] - x) ** 2, axis=1))
+            return total + add(distance, w[i] * w), None
+
+        return lambda x, w: lax.scan(
+            lambda total, i: row(x, w, total, i), jnp.zeros(SHELLS), jnp.arange(count)
+        )[0]
+
+    def histogram(distance, weight):
+        return jnp.histogram(distance, jnp.linspace(0, FAR, SHELLS + 1), weights=weight)[0]
+
+    def segments(distance, weight):
+        labels = (distance * (SHELLS / FAR)).astype(int)
+        return jax.ops.segment_sum(weight, labels, SHELLS)
+
+    return {
+        "rankax": lambda x, w: pair(x[:, None], x, w[:, None], w)["w"],
+        "rows, jnp.histogram": by_row(histogram),
+        "rows, jax.ops.segment_sum": by_row(segments),
+    }, (rng.uniform(size=(count, 3)), rng.uniform(size=count))
+
+
+def measure_labels(name: str, rounds: int, made: Any) -> list[str]:
+    """Return a row of each contestant: its time, beside that of rankax, and its memory."""
+    functions, args = made
+    args = [jnp.asarray(x, jnp.float32 if x.dtype == float else x.dtype) for x in args]
+    compiled = {who: jax.jit(fun).lower(*args).compile() for who, fun in functions.items()}
+    times: dict[str, list[float]] = {who: [] for who in compiled}
+    results = {who: np.asarray(run(*args)) for who, run in compiled.items()}
+    for result in results.values():
+        # A pair may be on an edge; plain sums drift.
+        np.testing.assert_allclose(result, results["rankax"], rtol=1e-2, atol=1e-1)
+    for turn in range(rounds):
+        for who in random.Random(turn).sample(sorted(compiled), len(compiled)):
+            begin = time.perf_counter()
+            jax.block_until_ready(compiled[who](*args))
+            times[who].append(time.perf_counter() - begin)
+    medians = {who: statistics.median(values) for who, values in times.items()}
+    return [
+        f"| {name} | {who} | {medians[who] * 1e3:.1f} | {medians[who] / medians['rankax']:.2f} | "
+        f"{run.memory_analysis().temp_size_in_bytes / 1e6:.2f} |"
+        for who, run in compiled.items()
+    ]
+
+
+LABELS_HEAD = """# Sums by label
+
+Written by `python -m tox -e bench -- benchmarks/reductions.py --labels`. {machine}, JAX {jax},
+{cores} cores. Medians of {rounds} rounds in turns; the ratio is to rankax. Pairs are those of
+10,000 points, each with a weight, in 64 bins of their distance.
+
+| task | contestant | ms | times rankax | temporaries, MB |
+|---|---|---|---|---|
+"""
+
+
+def write_labels(rounds: int) -> None:
+    rng = np.random.default_rng(0)
+    lines = []
+    for bins in BINS:
+        lines += measure_labels(LABELLED.format(f"{bins:,}"), rounds, of_values(bins, rng))
+    lines += measure_labels("1e8 pairs", rounds, of_shells(10_000, rng))
+    print("\n".join(lines))
+    head = LABELS_HEAD.format(**setting(), rounds=rounds)
+    path = Path(__file__).parent / "results" / "labels.md"
+    stamp.write(path, head + "\n".join(lines))
+    print(f"wrote {path.name}")
+
+
+def setting() -> dict[str, Any]:
+    """Return where this runs, for the head of a result."""
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "jax": jax.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
 HEAD = """# Reductions over all pairs
 
 Written by `python -m tox -e bench -- benchmarks/reductions.py{flag}`. {machine}, JAX {jax},
@@ -270,10 +374,14 @@ gradient by one pass for each input; of "min", by an argmin, and the rest in Num
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="100,000 points too, once")
+    parser.add_argument("--labels", action="store_true", help="sums by label alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--count", type=int, default=10_000)
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(2, len(os.sched_getaffinity(0))))
+    if options.labels:
+        write_labels(options.rounds)
+        return
     lines = []
     for task in MEASURED:
         lines += measure(task, options.count, options.rounds, 4e9)
@@ -284,9 +392,7 @@ def main() -> None:
             print("\n".join(lines[-3:]), flush=True)
     head = HEAD.format(
         flag=" --large" if options.large else "",
-        machine=platform.processor() or platform.machine(),
-        jax=jax.__version__,
-        cores=len(os.sched_getaffinity(0)),
+        **setting(),
         chunk=CHUNK,
         rounds=options.rounds,
     )

@@ -77,6 +77,17 @@ MUTANTS = [
     Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
     Mutant("FirstK.plain", "always false", CHOICE),
     Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),
+    Mutant("MomentsInBins.scattered", "always false", "by_label::moments_of_large_numbers"),
+    Mutant(
+        "ArgInBins.scattered", "always false", "by_label::derivatives_of_first_and_second_order", 1
+    ),
+    Mutant(
+        "InBins._scattered", "always true", "by_label::what_where_leaves_out_sends_nothing_back", 1
+    ),
+    Mutant("Histogram.labels", "always false", "by_label::histograms_are_those_of_numpy", 2),
+    Mutant("_edges_in", "always false", "by_label::histograms_are_those_of_numpy", 1),
+    Mutant("ByLabel.labels", "always true", "by_label::labels_of_64_bits_are_not_cut", 3),
+    Mutant("_extreme", "always false", "by_label::a_bin_without_items_sends_nothing_back"),
     Mutant("_masked_row.if_any", "always true", SHARED, 1),
     # Jacobians, devices, windows of scans.
     Mutant("gram.product", "argument itself", GRAM, 1),

@@ -98,7 +98,7 @@ def test_functions_have_their_source_and_examples():
         if test.examples
     ]
     assert sorted(found) == sorted(
-        ["Mask", "Ragged", "SplitKey", "Static", "apply", "run", *functions]
+        ["ByLabel", "Histogram", "Mask", "Ragged", "SplitKey", "Static", "apply", "run", *functions]
     )  # each once
 
 

@@ -2,6 +2,7 @@
 """The reductions that `auto_vmap` and `chunked_reduce` accept as ``reduce``, besides names."""
 
 from rankax.core.reduce.protocol import Reduction, Several
+from rankax.ext.reductions.labels import ByLabel, Histogram
 from rankax.ext.reductions.sums import (
     All,
     Fold,
@@ -23,8 +24,10 @@ __all__ = [
     "ArgMin",
     "Best",
     "BottomK",
+    "ByLabel",
     "Fold",
     "Gram",
+    "Histogram",
     "LogSumExp",
     "Max",
     "Mean",

@@ -36,6 +36,15 @@ FOLD = rd.Fold(
     lambda first, second: (first[0] * second[0], first[1] + second[1]),
 )
 
+BY_LABEL = rd.ByLabel(0, 5)
+LARGEST_BY_LABEL = rd.ByLabel(0, 5, "max")
+
+
+def labelled(x, w):
+    value = scalar(x, w)
+    return jnp.floor(value).astype(jnp.int32) % 6, value
+
+
 USUAL = [("sum", scalar), ("max", scalar), (rd.BottomK(3), scalar)]
 OTHERS = [
     *((name, scalar) for name in ("mean", "min", "logsumexp", rd.Moments(), FOLD)),
@@ -47,8 +56,10 @@ OTHERS = [
     ("argmax", scalar),
     ("argmin", scalar),
     ("gram", lambda x, w: jnp.tanh(w @ x)),
+    (BY_LABEL, labelled),
+    (LARGEST_BY_LABEL, labelled),
 ]
-BY_SUM = ("sum", "mean", "any", "all", "gram")
+BY_SUM = ("sum", "mean", "any", "all", "gram", BY_LABEL)
 WITHOUT_DERIVATIVE = ("any", "all", "argmax", "argmin")
 
 
@@ -63,7 +74,8 @@ def check_reductions(cases, own, one, args, *, exchanged=0):
         forward = compiled(own(fun, reduction), *args)
         found = sent(forward)
         # What no sum makes is sent to all devices, in one piece for each dtype.
-        pieces = 1 if reduction in (*BY_SUM, "max", "min", "prod", "logsumexp", FOLD) else 2
+        one_piece = (*BY_SUM, "max", "min", "prod", "logsumexp", FOLD, LARGEST_BY_LABEL)
+        pieces = 1 if reduction in one_piece else 2
         assert 1 <= sum(found.values()) <= pieces, (reduction, found)
         if reduction in BY_SUM:
             assert found == {"all-reduce": 1}, (reduction, found)

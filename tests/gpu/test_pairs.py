@@ -10,10 +10,10 @@ import pytest
 import h100
 from cases import compiled, distance, gradient, modes
 from h100 import shaped
-from hlo import launched
+from hlo import launched, read
 from rankax import auto_vmap
 from rankax.ext.equations import operations
-from rankax.reductions import BottomK, Moments
+from rankax.reductions import BottomK, Histogram, Moments
 
 N = 100_000
 POINTS = shaped(N, 3)
@@ -157,3 +157,18 @@ def test_where_jax_runs_is_not_what_decides():
     assert GAUSSIAN.plan(*SHAPES).in_flight == 62_500_000
     here = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in SHAPES]
     assert GAUSSIAN.plan(*here).in_flight <= 1024
+
+
+def weighted(x, y, v, w):
+    return {"r": jnp.sqrt(distance(x, y)), "w": v * w}
+
+
+@pytest.mark.parametrize("of", ["sum", pytest.param("count", marks=pytest.mark.weekly)])
+def test_a_histogram_scatters_once_and_sorts_nothing(of):
+    kernel = auto_vmap(1, 1, 0, 0, reduce=Histogram(64, of, range=(0, 1.8), by="r"))(weighted)
+    args = (POINTS, POINTS, shaped(N), shaped(N))
+    program = h100.compiled(lambda x, y, v, w: kernel(x[:, None], y, v[:, None], w), *args)
+    text = program.as_text()
+    assert " sort(" not in text
+    assert text.count(" scatter(") == 1
+    assert read(program).temporaries <= 800e6

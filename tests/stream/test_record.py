@@ -16,7 +16,7 @@ from jax import lax
 import rankax.stream
 from rankax import auto_vmap
 from rankax.ext.blocks.checksum import checksum
-from rankax.reductions import Fold, Several
+from rankax.reductions import Fold, Histogram, Several
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
 A = np.arange(3, dtype="float32")
@@ -143,6 +143,7 @@ CASES = {
     "the finish of a fold": lambda table: of_fold(finish=lambda s: s * table),
     "a merge in a loop": lambda table: of_fold(merge=lambda a, b: looped(a, jnp.abs(b) + table)),
     "a merge of one name": lambda table: of_fold(merge=jnp.add if table is A else jnp.maximum),
+    "the edges of a histogram": lambda table: reduced(Histogram(table)),
     "one of two arrays": of_one_of_two_arrays,
     "the lift of a fold": lambda table: of_fold(lift=lambda s: looped(wide(s), table)),
     "the identity of a fold": lambda table: of_fold(table),

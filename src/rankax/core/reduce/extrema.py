@@ -72,12 +72,13 @@ class Arg(Chosen):
 
     def merge(self, first: State, second: State) -> State:
         (best, at), (value, index) = first, second
-        wins = self._wins(value, best)
+        wins = self.wins(value, best)
         if self.some:
             wins |= at == scalar(no_index(at.dtype), at.dtype)
         return jnp.where(wins, value, best), jnp.where(wins, index, at)
 
-    def _wins(self, value: Any, best: Any) -> Any:
+    def wins(self, value: Any, best: Any) -> Any:
+        """Whether a value is better."""
         better = value > best if self.largest else value < best
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return better
@@ -89,7 +90,7 @@ class Arg(Chosen):
             return state
         pick, place = (jnp.max, jnp.argmax) if self.largest else (jnp.min, jnp.argmin)
         best = pick(value, axis=-1, keepdims=True)  # NaN if any is
-        is_best = ~self._wins(best, value)
+        is_best = ~self.wins(best, value)
         none = scalar(no_index(index.dtype), index.dtype)
         first = jnp.min(jnp.where(is_best, index, none), axis=-1, keepdims=True)
         # Where XLA computes an item twice, with different rounding, none equals the best one.

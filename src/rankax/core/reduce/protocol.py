@@ -80,6 +80,11 @@ class Outputs(NamedTuple):
     mask: Any = None  # the position of the output that says whether an item counts, if one does
     total: int = 0  # how many items there are, in all runs
 
+    def number(self, key: str | int) -> int | None:
+        """Return which leaf has this key, field or index, if one has."""
+        wanted = f"{self.path}.{key}", f"{self.path}[{key!r}]"
+        return next((i for i, name in enumerate(self.names) if name in wanted), None)
+
     def counting(self) -> Accumulation:
         """Return what counts the items that count."""
         return Accumulation(

@@ -41,10 +41,11 @@ class LogSumExpOf(InSlots):
 
     def merge(self, first: State, second: State) -> State:
         (m, a), (n, b) = first, second
-        ratio = self._ratio(m, n)
+        ratio = self.ratio(m, n)
         return jnp.maximum(m, n), jnp.where(n > m, a * ratio + b, a + b * ratio)
 
-    def _ratio(self, m: Any, n: Any) -> Any:
+    def ratio(self, m: Any, n: Any) -> Any:
+        """Return the smaller of two exponentials relative to the larger one."""
         # One exponential serves both sums, because that of the larger is 1.
         return jnp.exp(-jnp.abs(_difference(n, m))).astype(self.dtype)
 
@@ -53,7 +54,7 @@ class LogSumExpOf(InSlots):
 
     def add(self, held: Any, state: State) -> Any:
         (m, a, lost), (n, b) = held, state
-        ratio, is_larger = self._ratio(m, n), n > m
+        ratio, is_larger = self.ratio(m, n), n > m
         a, lost = (jnp.where(is_larger, x * ratio, x) for x in (a, lost))
         return jnp.maximum(m, n), *add_exactly(a, lost, jnp.where(is_larger, b, b * ratio))
 
@@ -93,8 +94,8 @@ class MomentsOf(InSlots):
         count, mean, squares = state
         x = tile.astype(self.dtype)
         count = count + 1
-        off = x - _finite(mean)
-        mean = mean + off / self._like_items(count, mean)
+        off = x - finite(mean)
+        mean = mean + off / self.like_items(count, mean)
         new = count, mean, squares + jnp.real(off * jnp.conj(x - mean))
         return new if counts is None else choose(counts, new, state)
 
@@ -109,8 +110,8 @@ class MomentsOf(InSlots):
         ((n, mean, squares), lost), (m, other, more) = held, state
         count = n + m
         share = m / jnp.maximum(count, 1)
-        off = (other - _finite(mean)) - lost[1]
-        adds = m, off * self._like_items(share, mean), more + self._squares(n * share, off)
+        off = (other - finite(mean)) - lost[1]
+        adds = m, off * self.like_items(share, mean), more + self._squares(n * share, off)
         pairs = list(map(add_exactly, (n, mean, squares), lost, adds))
         return tuple(total for total, _ in pairs), tuple(taken for _, taken in pairs)
 
@@ -121,17 +122,17 @@ class MomentsOf(InSlots):
         (n, mean, squares), (m, other, more) = first, second
         count = n + m
         share = m / jnp.maximum(count, 1)
-        off = other - _finite(mean)
-        mean = mean + off * self._like_items(share, mean)
+        off = other - finite(mean)
+        mean = mean + off * self.like_items(share, mean)
         return count, mean, squares + more + self._squares(n * share, off)
 
     def join(self, state: State) -> State:
         count, mean, squares = state
         total = jnp.sum(count, axis=-1, keepdims=True)
         # Relative to one slot, so that no large numbers are added up.
-        first = _finite(mean[..., :1])
+        first = finite(mean[..., :1])
         off = mean - first
-        share = self._like_items(count / jnp.maximum(total, 1), mean)
+        share = self.like_items(count / jnp.maximum(total, 1), mean)
         center = jnp.sum(jnp.where(share == 0, jnp.zeros_like(off), off * share), -1, keepdims=True)
         spread = squares + self._squares(count, off - center)
         return total, first + center, jnp.sum(spread, axis=-1, keepdims=True)
@@ -139,16 +140,16 @@ class MomentsOf(InSlots):
     def _squares(self, weight: Any, off: Any) -> Any:
         """Return weighted squares; those of weight 0 count as 0 even where they are infinite."""
         square = jnp.real(off * jnp.conj(off))
-        weight = self._like_items(weight, square)
+        weight = self.like_items(weight, square)
         return jnp.where(weight == 0, jnp.zeros_like(square), square * weight)
 
-    def _like_items(self, numbers: Any, items: Any) -> Any:
+    def like_items(self, numbers: Any, items: Any) -> Any:
         """Give numbers, one for each slot, the rank and the dtype of the items."""
         rank = len(self.core)
         return lax.expand_dims(numbers, range(rank)).astype(items.dtype)
 
 
-def _finite(x: Any) -> Any:
+def finite(x: Any) -> Any:
     """Return 0 in place of an infinite number, from which a distance would be NaN."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 

@@ -24,6 +24,8 @@ _HINTS = {
     "median": "a median needs all outputs at once, so it cannot be folded; keep them, without "
     "reduce= or with None for this output, and call jnp.median",
     **dict.fromkeys(("nanmax", "nanmean", "nanmin", "nansum"), _NAN),
+    **dict.fromkeys(("bincount", "segment_sum"), "use rankax.reductions.ByLabel"),
+    "histogram": "use rankax.reductions.Histogram(edges)",
     **dict.fromkeys(("std", "var"), "use rankax.reductions.Moments(), which has the variance"),
 }
 

@@ -309,9 +309,7 @@ class Best(Reduction):
 
     def _number(self, outputs: Outputs) -> int:
         """Return which leaf decides."""
-        wanted = {f"{outputs.path}.{self.by}", f"{outputs.path}[{self.by!r}]"}
-        number = next((i for i, name in enumerate(outputs.names) if name in wanted), None)
-        if number is None:
+        if (number := outputs.number(self.by)) is None:
             found = f"it has {listed(outputs.names) or 'none'}"
             if outputs.names == (outputs.path,):
                 tree = f"a dict with the key {self.by!r}" if isinstance(self.by, str) else "a tuple"

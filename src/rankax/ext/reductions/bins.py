@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: MIT
+"""The states of sums by label, and of extremes and moments: one for each label.
+
+An accumulator has a state in each slot, and merges states slot by slot. Here, its slots are the
+bins. So only a step differs: a tile is scattered into the bins of its labels, by one or a few
+scatters that touch no other bin. A label that is no bin's is dropped by the scatter.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rankax.core.base.arrays import scalar
+from rankax.core.reduce.extrema import Arg, no_index
+from rankax.core.reduce.row import Accumulator, Elementwise, InSlots, State
+from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, finite
+
+# Numbers of a state; a tile has about 1000 items. Up to so many, it holds what rounding took.
+_MOST_EXACT = 2048
+# Up to so many, a tile is scattered by itself and then added, which rounds less often.
+_MOST_EACH = 256
+_SCATTERS: dict[Any, str] = {lax.add: "add", lax.max: "max", lax.min: "min"}
+
+
+@dataclasses.dataclass(frozen=True)
+class InBins(Accumulator):
+    """An accumulator in each of ``length`` bins. Its state has one slot, and the bins before it.
+
+    It takes the labels of an item, and a value for each of them. Labels have any shape; the shape
+    of the values begins with it.
+    """
+
+    own: InSlots  # whose slots are the bins
+    length: int
+    labels: int = 1  # how many an item has
+
+    core = ()
+
+    @property
+    def may_repeat(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.own.may_repeat
+
+    @property
+    def drifts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Each addition of a tile that holds what rounding took reads all bins.
+        return self.own.drifts and self._numbers <= _MOST_EXACT
+
+    @property
+    def _numbers(self) -> int:
+        return self.length * math.prod(self.own.core)
+
+    def start(self, slots: int) -> State:
+        return _with_slot(self.own.start(self.length))
+
+    def begin(self, slots: int) -> Any:
+        return _with_slot(self.own.begin(self.length))
+
+    def nothing(self) -> None:
+        return None
+
+    def step(self, state: State, tile: Any, index: Any, counts: Any = None) -> State:
+        if self.drifts and self._numbers <= _MOST_EACH:
+            return self.merge(state, self.lift(tile, counts))
+        return self._scattered(state, tile, index, counts)
+
+    def lift(self, tile: Any, counts: Any = None) -> State:
+        return self._scattered(self.start(1), tile, None, counts)
+
+    def _scattered(self, state: State, tile: Any, index: Any, counts: Any) -> State:
+        labels, *values = tile
+        if counts is not None:
+            counts = lax.expand_dims(counts, range(labels.ndim - 1))
+            labels = jnp.where(counts, labels, self.length)
+        rank = labels.ndim - 1
+        # Labels and items become one axis, the last.
+        flat = [
+            lax.collapse(jnp.moveaxis(x, range(rank), range(-1 - rank, -1)), x.ndim - 1 - rank)
+            for x in values
+        ]
+        at = lax.collapse(labels, 0)
+        own = jax.tree.map(lambda x: lax.squeeze(x, (x.ndim - 1,)), state)
+        return _with_slot(self.scattered(own, at, flat, index))
+
+    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
+        """Add values, on the last axis, to the states of their bins, on the last axis, too."""
+        raise NotImplementedError
+
+    # The other axes do not matter to what is done slot by slot.
+
+    def merge(self, first: State, second: State) -> State:
+        return self.own.merge(first, second)
+
+    def join(self, state: State) -> State:
+        return self.own.join(state)
+
+    def add(self, held: Any, state: State) -> Any:
+        return self.own.add(held, state)
+
+    def total(self, held: Any) -> State:
+        return self.own.total(held)
+
+
+def _with_slot(state: State) -> State:
+    return jax.tree.map(lambda x: lax.expand_dims(x, (x.ndim,)), state)
+
+
+def _scatter(x: jax.Array, at: jax.Array, values: Any, how: str = "add") -> jax.Array:
+    """Return ``x`` with values scattered along its last axis; those outside of it are dropped."""
+    scatter = getattr(x.at[..., at], how)
+    return scatter(values, mode="drop", wrap_negative_indices=False)
+
+
+def constant(x: Any) -> Callable[[], Any]:
+    """Return what returns an array that has no derivative, for the items of a loop.
+
+    The loop sees integers. Of floats that its steps share, it adds up the cotangents, for which a
+    reverse pass keeps a copy for each row.
+    """
+    if jnp.iscomplexobj(x):
+        return lambda: x
+    whole = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    is_known = isinstance(x, np.ndarray)
+    bits = jnp.asarray(x.view(whole)) if is_known else lax.bitcast_convert_type(x, whole)
+    return lambda: lax.bitcast_convert_type(bits, x.dtype)
+
+
+def gather(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Return the values of bins along the last axis; those outside of it are arbitrary."""
+    return x.at[..., at].get(mode="clip", wrap_negative_indices=False)
+
+
+class Scattered(InBins):
+    """A sum, a maximum or a minimum, by one scatter."""
+
+    own: Elementwise
+
+    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
+        return _scatter(state, at, values[0].astype(state.dtype), _SCATTERS[self.own.combine])
+
+
+class CountInBins(Scattered):
+    """How many labels each bin has. It takes labels only."""
+
+    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
+        return _scatter(state, at, scalar(1, state.dtype))
+
+
+class LogSumExpInBins(InBins):
+    """The largest real part, and the sum of exponentials relative to it."""
+
+    own: LogSumExpOf
+
+    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
+        largest, total = state
+        x, scaled = self.own.lift(values[0])
+        before, largest = gather(largest, at), _scatter(largest, at, x, "max")
+        top = gather(largest, at)
+        # Items of the same bin write the same number.
+        total = _scatter(total, at, gather(total, at) * self.own.ratio(before, top), "set")
+        return largest, _scatter(total, at, scaled * self.own.ratio(x, top))
+
+
+class MomentsInBins(InBins):
+    """Count, mean, and squared distances from it, by the formula of Welford for many items."""
+
+    own: MomentsOf
+
+    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
+        count, mean, squares = state
+        x = values[0].astype(mean.dtype)
+        # A bin without items begins at one of them, whichever, so that no large numbers cancel.
+        is_first = self.own.like_items(gather(count, at), x) == 0
+        mean = _scatter(mean, at, jnp.where(is_first, x, gather(mean, at)), "set")
+        count = _scatter(count, at, scalar(1, count.dtype))
+        off = x - finite(gather(mean, at))
+        mean = _scatter(mean, at, off / self.own.like_items(gather(count, at), x))
+        left = x - gather(mean, at)
+        return count, mean, _scatter(squares, at, jnp.real(off * jnp.conj(left)))
+
+
+class ArgInBins(InBins):
+    """The best value, and the index of its label among all labels: item by item, in order."""
+
+    own: Arg
+
+    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
+        (best, found), x = state, values[0]
+        none = scalar(no_index(found.dtype), found.dtype)
+        before, best = gather(best, at), _scatter(best, at, x, "max" if self.own.largest else "min")
+        after = gather(best, at)
+        found = _scatter(
+            found, at, jnp.where(self.own.wins(after, before), none, gather(found, at)), "set"
+        )
+        first = index * index.dtype.type(self.labels)
+        each = lax.broadcasted_iota(index.dtype, (self.labels, index.size), 0)
+        number = lax.collapse(lax.expand_dims(first, (0,)) + each, 0)
+        is_best = ~self.own.wins(after, x)
+        return best, _scatter(found, at, jnp.where(is_best, number, none), "min")
+
+    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
+        def of_label(number: jax.Array) -> jax.Array:
+            labels = number.dtype.type(self.labels)
+            return place(number // labels) * labels + number % labels
+
+        return self.own.renumber(state, of_label)
+
+
+_KINDS: dict[type, type[InBins]] = {
+    Elementwise: Scattered,
+    LogSumExpOf: LogSumExpInBins,
+    MomentsOf: MomentsInBins,
+    Arg: ArgInBins,
+}
+
+
+def in_bins(own: Any, length: int, labels: int = 1) -> InBins:
+    """Return an accumulator with a state for each bin."""
+    return _KINDS[type(own)](own, length, labels)
