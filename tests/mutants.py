@@ -47,7 +47,8 @@ MUTANTS = [
     Mutant("with_short_last", "one less", "nothing_is_sent_back::items_of_two_chunks"),
     Mutant("gated", "always true", "nothing_is_sent_back::items_left_out", 1),
     Mutant("split_into_chunks", "round down", "chunked_vmap::otherwise_one_loop_holds_the_chunk"),
-    Mutant("broadcast", "comparison", "auto_vmap"),
+    Mutant("broadcast", "comparison", "auto_vmap", 3),
+    Mutant("leaf_plan", "right operand", "batch_names::an_argument_without_a_name", 1),
     # Each argument's own work.
     Mutant("pieces", "always true", "once::what_calls_back_is_not_moved"),
     Mutant("is_possible", "comparison", "once::options_that_leave_work_where_it_is", 2),

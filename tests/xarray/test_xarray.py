@@ -255,3 +255,22 @@ def test_what_is_refused(kernel, t, options, text):
 )
 def test_calls_of_another_kind_are_refused(call, text):
     assert text in refusal((TypeError, ValueError), call)
+
+
+def test_batch_axes_with_names_are_dimensions():
+    @auto_vmap(t="time | level", w="x |", reduce="sum", over="x")
+    def weighted(t, w):
+        return jnp.sum(t) * w
+
+    t = T.isel(x=0, drop=True)
+    got = rankax.xarray.apply(weighted, t.transpose("level", "time"), W)
+    assert got.dims == ("time",)
+    np.testing.assert_allclose(got, np.sum(t, 1) * np.sum(W), rtol=1e-5)
+    kept = rankax.xarray.apply(weighted, t, W, reduce_dims="time")
+    np.testing.assert_allclose(kept, weighted.with_options(over="time")(t.values, W.values))
+    np.testing.assert_allclose(rankax.xarray.apply(weighted, t.chunk(time=1), W), got)
+    text = refusal(ValueError, rankax.xarray.apply, weighted, t, W.rename(x="station"))
+    assert text == (
+        "rankax.xarray.apply(weighted): w has rank \"x |\", but not the dimension 'x': it has "
+        "'station'; rename one"
+    )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import functools
 import inspect
 import operator
@@ -43,7 +44,7 @@ import jax
 from rankax._options import NAMES, Given, Options, check_together, checked_options
 from rankax.call.kernels import KernelCall, KernelSpec, bind
 from rankax.core.base.cache import Members
-from rankax.core.base.messages import function_name, unwrapped
+from rankax.core.base.messages import function_name, listed, unwrapped
 from rankax.core.base.trees import ByKey, Items, Node
 from rankax.core.declare.dims import Dim, Rank
 from rankax.core.declare.ranks import declare
@@ -137,6 +138,7 @@ class Kernel(Generic[P, R]):
 
         def make() -> Kernel[P, R]:
             check_together(Options(**explicit), site)
+            _check_over(explicit.get("over"), spec.declaration.axes, site)
             return Kernel(KernelSpec(spec.fun, spec.declaration, explicit, spec.members))
 
         return spec.members.get_or_make(frozenset(explicit.items()), make)
@@ -274,6 +276,16 @@ class ClassMethod(classmethod):  # pyright: ignore[reportMissingTypeArgument]
         return Method(kernel, owner)
 
 
+def _check_over(over: tuple[str, ...] | None, axes: tuple[str, ...], site: str) -> None:
+    """Refuse names that no batch axis has."""
+    for name in over or ():
+        if name not in axes:
+            close = difflib.get_close_matches(name, axes, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"they are {listed(axes)}"
+            hint = hint if axes else 'name it in the ranks, as in x="i | 3", y="j | 3"'
+            raise ValueError(f"{site}: over names {name!r}, but no batch axis is called so; {hint}")
+
+
 # The text that shows a kernel: ``energy(s: 0, v: 1, m: 2), chunk_size=100``.
 
 
@@ -306,11 +318,13 @@ def _ranks(path: str, ranks: Any) -> list[str]:
 def to_gufunc(ranks: dict[str, Any], outputs: Any) -> str | None:
     """Write ranks as one signature; None if a parameter or the output is not a single array.
 
-    An axis without a name gets a unique one: ``v_0``.
+    An axis without a name gets a unique one: ``v_0``. A signature has no names of batch axes.
     """
     results = list(outputs) if type(outputs) in (tuple, list) else [outputs]
     declared = [*ranks.values(), *results]
     if not ranks or not results or not all(isinstance(rank, Rank) for rank in declared):
+        return None
+    if any(rank.batch for rank in ranks.values()):
         return None
     inputs = [_group(rank, name) for name, rank in ranks.items()]
     written = [_group(rank, f"out{i}") for i, rank in enumerate(results)]
@@ -345,6 +359,7 @@ def auto_vmap(
     memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,
+    over: str | Sequence[str] | None = None,
     where: str | int | None = None,
     batch_shape: int | Sequence[int] | None = None,
     checkpoint: bool | None = None,
@@ -380,7 +395,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     *positional_ranks : int, None, str, SplitKey, or a pytree prefix of these
         How many core axes one item of each argument has, in the order of the parameters. An int
         counts them: 0 for a scalar, 1 for a vector. A string names them: ``"n 3"``. One string with
-        parentheses is a signature of the kernel: ``"(n,3),(n)->()"``. ``None``, or no rank, passes
+        parentheses is a signature of the kernel: ``"(n,3),(n)->()"``. Left of a bar are the names
+        of batch axes: ``x="i | 3", y="j | 3"``. ``None``, or no rank, passes
         any Python object through. An argument that is ``None`` passes through, too. `SplitKey`
         splits a random key, and `Mask` says which rows of a `Ragged` item are real. A tree of ranks
         spreads over a pytree; `ranks_like` makes one from an example. Parameters without a rank get
@@ -414,6 +430,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         ``chunk_size=None``, the reduced outputs are never stored. See :doc:`/howto/reduce`.
     reduce_axis : int or tuple of int, optional
         The axes of the batch shape that are reduced, counted as in NumPy. None: all of them.
+    over : str or tuple of str, optional
+        The same by name, for batch axes that have names: ``over="j"``. See :ref:`names`.
     where : str or int, optional
         The key, field or index of the output that says whether an item counts: one boolean. An
         output inside another is given by its path: ``"['masks']['ok']"``. Items left out add

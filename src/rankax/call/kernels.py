@@ -82,8 +82,16 @@ class KernelSpec:
         """
         return KeptDict("functions of jit=True"), KeptDict("programs of jit=True")
 
+    @functools.cached_property
+    def unnamed(self) -> KernelSpec:
+        """The same kernel, of whose batch axes none has a name."""
+        declaration = dataclasses.replace(self.declaration, axes=())
+        explicit = {name: value for name, value in self.explicit.items() if name != "over"}
+        return KernelSpec(self.fun, declaration, explicit, self.members)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "programs"}  # a copy compiles itself
+        own = ("programs", "unnamed")  # a copy compiles itself
+        return {k: v for k, v in vars(self).items() if k not in own}
 
     def options(self) -> Options:
         """Return the options of a call made now."""
@@ -237,6 +245,7 @@ class Structure:
 
     paths: tuple[str, ...]  # of each leaf, in the caller's words
     ranks: tuple[Rank | None, ...]  # of each leaf
+    axes: tuple[str, ...]  # the names of batch axes
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
     nodes: dict[int, Any]  # by leaf, without values, those that a wrapper replaces
@@ -282,9 +291,10 @@ class KernelCall(Call):
                 for leaf, rank in zip(self.leaves, ranks, strict=True)
             ]
         )
-        batch_shape = options.batch_shape
+        batch_shape, names = options.batch_shape, self.structure.axes
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
+        over = options.reduce_axis if options.over is None else options.over
         chunk_size, tiles = sizes_of(options, tiles)
 
         def make() -> Plan:
@@ -294,18 +304,17 @@ class KernelCall(Call):
                 if rank is not None and shape is not None
             ]
             if batch_shape is not None:
-                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
+                own = Rank(0, batch=() if self.cut is None else names)
+                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, own)]
             reduce = "" if options.reduce is None else str(options.reduce)
-            axes = () if options.reduce is None else options.reduce_axis
-            return plan_ranks(self.fun, arrays, wrong, reduce, axes)
+            axes = () if options.reduce is None else self.reduced_axes(options)
+            return plan_ranks(self.fun, arrays, wrong, reduce, axes, names)
 
         def wrong(leaves: Any, ranks: Any, clashes: Any, sizes: Any) -> Exception:
-            return call_error(self.fun, leaves, ranks, clashes, sizes, self.untouched())
+            untouched = self.untouched()
+            return call_error(self.fun, leaves, ranks, clashes, sizes, untouched, names)
 
-        plans, key = (
-            self.structure.plans,
-            (shapes, batch_shape, options.reduce, options.reduce_axis),
-        )
+        plans, key = self.structure.plans, (shapes, batch_shape, options.reduce, over)
         try:
             plan = plans.get_or_make(key, make)
         except BatchShapeError as error:
@@ -321,6 +330,18 @@ class KernelCall(Call):
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
             plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))
         return plan
+
+    def reduced_axes(self, options: Options) -> int | tuple[int, ...] | None:
+        """Return which axes are reduced, as ``reduce_axis`` says it."""
+        if options.over is None:
+            return options.reduce_axis
+        names = self.structure.axes
+        if absent := [name for name in options.over if name not in names]:
+            raise ValueError(
+                f"{self.site}: over={absent[0]!r} has nothing to reduce: no argument of this call "
+                f"has the batch axis {absent[0]!r} (they have {listed(names) or 'none'})"
+            )
+        return tuple(names.index(name) - len(names) for name in options.over)
 
     @property
     def ranked(self) -> list[int]:
@@ -525,7 +546,11 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
     plans, fillings = Kept[Any](1024, "plans"), Kept[Any](1024, "how batches are padded")
-    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), nodes, plans, fillings)
+    used = {axis for rank in ranks if rank is not None for axis in rank.batch}
+    axes = tuple([axis for axis in kernel.declaration.axes if axis in used])
+    return Structure(
+        tuple(paths), tuple(ranks), axes, tuple(lists), tuple(keys), nodes, plans, fillings
+    )
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:

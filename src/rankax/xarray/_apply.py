@@ -34,7 +34,8 @@ def apply(
         xarray.apply_ufunc(kernel, x, input_core_dims=[["level"]], dask="allowed")
 
     Core dimensions are matched by the names that the kernel declares, in any order. All others are
-    batch dimensions, broadcast by name.
+    batch dimensions, broadcast by name; a batch axis with a name, as in ``x="i | 3"``, is the
+    dimension of that name.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ def apply(
         kernel declares; a name shared with an argument stands for the dimension of that argument.
     reduce_dims : str or tuple of str, optional
         The batch dimensions that a kernel with ``reduce`` reduces, instead of its ``reduce_axis``.
-        By default all of them.
+        By default those of its option ``over``, or all of them.
 
     Returns
     -------
@@ -109,6 +110,9 @@ def apply(
     batch = _named.batch_dims(named.values(), site)
     reduced = _named.reduced_dims(declared, reduce_dims, batch, site)
     dims = [leaf.dims(reduced, site) for leaf in named.values()]
+    if declared.declaration.axes:  # xarray has compared them
+        kernel = Kernel(declared.unnamed)
+        declared = kernel.spec
     reduce, axes = declared.preset.reduce, None
     if reduce is not None:
         axes = tuple(range(-len(reduced), 0))

@@ -87,6 +87,12 @@ def named_leaves(call: KernelCall, core_dims: Any, site: str) -> dict[int, Named
                     "its values"
                 )
             core = _core_dims(rank, core_dims, [*value.dims], path, site)
+            if absent := [repr(axis) for axis in rank.batch if axis not in value.dims]:
+                raise ValueError(
+                    f"{site}: {path} has rank {rank}, but not the dimension "
+                    f"{listed(absent, 'or')}: it has "
+                    f"{listed([repr(d) for d in value.dims]) or 'none'}; rename one"
+                )
             found[i] = NamedLeaf(value, path, rank, core)
             _check_variables(found[i], site)
         elif rank is not None and not is_number(value) and jnp.ndim(value) != rank.rank:
@@ -207,6 +213,7 @@ def reduced_dims(kernel: KernelSpec, reduce_dims: Any, batch: Dims, site: str) -
                 f"{site}: reduce_dims={reduce_dims!r} needs a kernel with the option reduce"
             )
         return ()
+    reduce_dims = options.over if reduce_dims is None else reduce_dims
     if reduce_dims is None:
         if options.reduce_axis is not None:
             raise ValueError(

@@ -128,11 +128,11 @@ class TooDeepError(ValueError):
 
 
 def entries(prefix: Any) -> Iterator[Any]:
-    """Yield the entries of a prefix in any order; a recursive prefix is visited once."""
+    """Yield the entries of a prefix, those of a node last; a recursive prefix is visited once."""
     seen: set[int] = set()
     waiting = [prefix]
     while waiting:
-        for node in jax.tree.leaves(waiting.pop(), is_leaf=lambda x: x is None):
+        for node in jax.tree.leaves(waiting.pop(0), is_leaf=lambda x: x is None):
             if not isinstance(node, (ByKey, Items, Node)):
                 yield node
             elif id(node) not in seen:

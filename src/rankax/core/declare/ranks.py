@@ -38,7 +38,7 @@ from rankax.core.base.trees import (
     spread_prefix,
     subtrees_with_entries,
 )
-from rankax.core.declare.dims import Dim, Rank, parse_dims
+from rankax.core.declare.dims import Dim, Rank, parse_axes, parse_dims
 from rankax.core.declare.mask import Mask, mask_rank
 from rankax.core.declare.split_key import SplitKey, key_rank
 
@@ -230,6 +230,8 @@ class Declaration:
         The declared ranks of the outputs, if any.
     silent : frozenset of str
         Parameters without a rank whose annotations have nothing to do with arrays.
+    axes : tuple of str
+        The names of all batch axes, in the order that results have them.
     masks : dict
         The name of the dimension of each parameter of rank `Mask`.
     written : inspect.Signature, optional
@@ -240,6 +242,7 @@ class Declaration:
     ranks: dict[str, Any]
     outputs: Any
     silent: frozenset[str] = frozenset()
+    axes: tuple[str, ...] = ()
     masks: dict[str, str] = dataclasses.field(default_factory=dict)
     written: inspect.Signature | None = None
 
@@ -304,6 +307,7 @@ def declare(
         for name, parameter in signature.parameters.items()
     }
     _check_names(explicit, trees, site)
+    axes = _ordered_axes(trees, site)
     in_conflict = {**options, "ranks": ranks} if by_parameter else options
     for name, value in in_conflict.items():
         if name in signature.parameters and name not in declared:
@@ -324,6 +328,7 @@ def declare(
         {name: tree for name, tree in trees.items() if tree is not None},
         bound.outputs if bound.outputs is not None else annotated.get("return"),
         frozenset(name for name in silent if implicit and name not in explicit),
+        axes,
     )
     return _without_masks(declaration, site)
 
@@ -408,6 +413,8 @@ def _normal(rank: Any, site: str) -> Any:
         return rank
     if rank is SplitKey:
         return key_rank()
+    if isinstance(rank, SplitKey):
+        return key_rank(rank.axes)
     if isinstance(rank, Mask):
         return mask_rank(rank)
     if isinstance(rank, str):
@@ -428,9 +435,39 @@ def _dims(text: str, site: str) -> Rank | None:
             "auto_vmap('(n,3),(n)->()'); a dimension string has no parentheses: 'n 3'"
         )
     try:
-        return parse_dims(text)
+        axes, core = parse_axes(text)
+        rank = parse_dims(core)
     except ValueError as error:
         raise ValueError(f"{site}: {error}") from None
+    return dataclasses.replace(rank, batch=axes) if rank and axes else rank
+
+
+def _ordered_axes(trees: Mapping[str, Any], site: str) -> tuple[str, ...]:
+    """Order the names of batch axes as they first appear, and as each rank has them."""
+    ranks = [(name, rank) for name, tree in trees.items() for rank in entries(tree) if rank]
+    waiting = list(dict.fromkeys(axis for _, rank in ranks for axis in rank.batch))
+    for name, rank in ranks if waiting else ():
+        for dim in rank.dims or ():
+            for axis in {dim.name, *dim.names}.intersection(waiting):
+                first = next(other for other, own in ranks if axis in own.batch)
+                raise ValueError(
+                    f"{site}: {axis!r} is a batch axis of {first}, but a core dimension of {name}, "
+                    "whose sizes are never compared; give one of them another name"
+                )
+    ordered: list[str] = []
+    while waiting:
+        left = ([axis for axis in rank.batch if axis in waiting] for _, rank in ranks)
+        behind = {axis for own in left for axis in own[1:]}
+        ready = next((axis for axis in waiting if axis not in behind), None)
+        if ready is None:
+            shown = [f"{name}={rank}" for name, rank in ranks if len(rank.batch) > 1]
+            raise ValueError(
+                f"{site}: the batch axes have no common order in {listed(shown)}; name them in the "
+                "same order, and pass the array with its axes swapped"
+            )
+        waiting.remove(ready)
+        ordered.append(ready)
+    return tuple(ordered)
 
 
 def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], site: str) -> None:

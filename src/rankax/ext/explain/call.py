@@ -78,5 +78,5 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
         notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
-    notes += once.notes(call.hoisted)
+    notes += once.notes(call.hoisted, plan)
     return (*notes, *cpu_math.notes(options, jaxpr), *memory.notes(options, jaxpr, plan))
