@@ -48,7 +48,9 @@ MUTANTS = [
     Mutant("gated", "always true", "nothing_is_sent_back::items_left_out", 1),
     Mutant("split_into_chunks", "round down", "chunked_vmap::otherwise_one_loop_holds_the_chunk"),
     Mutant("broadcast", "comparison", "auto_vmap", 3),
-    Mutant("leaf_plan", "right operand", "batch_names::an_argument_without_a_name", 1),
+    Mutant(
+        "leaf_plan", "right operand", "batch_names::an_argument_without_a_name_has_axes_in_front", 1
+    ),
     # Each argument's own work.
     Mutant("pieces", "always true", "once::what_calls_back_is_not_moved"),
     Mutant("is_possible", "comparison", "once::options_that_leave_work_where_it_is", 2),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from rankax.core.base.messages import (
     shortened,
 )
 from rankax.core.base.trees import check_outputs, check_returned, leaves_with_names
-from rankax.core.declare.dims import Rank
+from rankax.core.declare.dims import Dim, Rank
 from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
 from rankax.core.plan.report import call_error, output_error
 from rankax.core.plan.schedule import (
@@ -66,6 +67,8 @@ class KernelSpec:
         self.preset = Options(**self.explicit)
         self.structures: Kept[Any] = Kept(1024, "structures of arguments")
         self.silent = set(declaration.silent)  # parameters not warned about yet
+        # Whether to warn of one array that is two arguments, whose items a reduction pairs.
+        self.warns_of_pairs = self.preset.reduce is not None and not declaration.axes
         self.defaults = {
             name: parameter.default
             for name, parameter in declaration.signature.parameters.items()
@@ -87,7 +90,9 @@ class KernelSpec:
         """The same kernel, of whose batch axes none has a name."""
         declaration = dataclasses.replace(self.declaration, axes=())
         explicit = {name: value for name, value in self.explicit.items() if name != "over"}
-        return KernelSpec(self.fun, declaration, explicit, self.members)
+        unnamed = KernelSpec(self.fun, declaration, explicit, self.members)
+        unnamed.warns_of_pairs = False
+        return unnamed
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("programs", "unnamed")  # a copy compiles itself
@@ -477,7 +482,32 @@ def bind(
             check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
     for i in structure.keys:
         kernel.check_key(leaves[i], structure.paths[i], structure.ranks[i])
+    is_twice = kernel.warns_of_pairs and len({*map(id, leaves)}) < len(leaves)
+    if is_twice and not shapes_only:
+        _warn_of_pairs(call)
     return call
+
+
+def _warn_of_pairs(call: KernelCall) -> None:
+    """Warn, once per kernel, if all pairs of an array with itself may be meant."""
+    first: dict[tuple[int, Rank], str] = {}
+    for leaf, path, rank in zip(call.leaves, call.paths, call.structure.ranks, strict=True):
+        shape = np.shape(leaf)
+        if rank is None or math.prod(shape[: len(shape) - rank.rank]) < 2:
+            continue
+        other = first.setdefault((id(leaf), rank), path)
+        if other.split("[")[0].split(".")[0] == path.split("[")[0].split(".")[0]:
+            continue
+        dims = rank.dims if rank.dims is not None else (Dim("_"),) * rank.rank
+        i, j = (dataclasses.replace(rank, dims=dims, batch=(name,)) for name in "ij")
+        warnings.warn(
+            f"{call.site}: {other} and {path} are the same array, and each of its items meets only "
+            f"itself. For all pairs, pass {other}[:, None], or name the axes: {other}={i}, "
+            f"{path}={j}, over='j'. If this is meant, {other}={i}, {path}={i} says so",
+            stacklevel=caller_level(),
+        )
+        call.kernel.warns_of_pairs = False
+        return
 
 
 def refuse_nodes(call: KernelCall) -> KernelCall:

@@ -428,6 +428,7 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
         dims = them.ragged.dims if them.ragged else ()
         odd = _is_odd(spec, dims, options.where, gradient)
         odd = KernelSpec(*odd, {**given, **others}, spec.members)
+        odd.warns_of_pairs = False
         found, first = kernel.run(bind(odd, args, kwargs, takes_nodes=True))
         count = int(found)
         flat = np.asarray(first.indices)[:count]

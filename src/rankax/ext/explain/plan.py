@@ -136,7 +136,7 @@ class BatchPlan(Plan):
             over = [self.words[axis] for axis in self.reduced] if self.names else []
             over = f" over {listed(over)}" if over else ""
             notes.append(f"reduced by {self.reduce}{over}, to {self._shape(kept)}")
-            notes += _pairs_line(self)
+            notes += _pairs_lines(self)
         if self.memory is not None:
             notes.append(str(self.memory))
         return [*notes, *self.notes, *untouched_line(self.untouched)]
@@ -148,18 +148,30 @@ def shown(schedule: Plan, **found: Any) -> BatchPlan:
     return BatchPlan(**{**own, **found})
 
 
-def _pairs_line(plan: BatchPlan) -> list[str]:
-    """Say that arguments go together item by item, where the only axis is reduced.
+def _pairs_lines(plan: BatchPlan) -> list[str]:
+    """Say which arguments go together item by item, where others meet in all pairs.
 
-    Otherwise, a caller who means all pairs gets a result of the same shape, and no error.
+    A caller who means all pairs would get a result of the same shape, and no error.
     """
-    shared = [leaf.path for leaf in plan.leaves if leaf.lengths == plan.batch_shape]
-    names = dict.fromkeys(re.split(r"\W", path)[0] for path in shared if path != "batch_shape")
-    if len(plan.batch_shape) != 1 or len(names) < 2 or plan.evaluations < 2 or plan.names:
-        return []
-    first, *others = names
-    hint = f"; for all pairs, pass {first}[:, None]" if first in shared else ""
-    return [f"{first} i goes with {listed([f'{name} i' for name in others])} only{hint}"]
+    by_axes: dict[tuple[int, ...], dict[str, list[LeafPlan]]] = {}
+    for leaf in plan.leaves if not plan.names else ():
+        absent = len(plan.batch_shape) - len(leaf.lengths)
+        axes = tuple([at for at, n in enumerate(leaf.lengths, absent) if n not in (None, 1)])
+        name = re.split(r"\W", leaf.path)[0]
+        if axes and leaf.is_array:
+            by_axes.setdefault(axes, {}).setdefault(name, []).append(leaf)
+    if len(plan.batch_shape) == 1:
+        together, *others = [*by_axes.get((0,), {})] or [""]
+        is_array = others and [leaf.path for leaf in by_axes[0,][together]] == [together]
+        hint = f"; for all pairs, pass {together}[:, None]" if is_array else ""
+        also = listed([f"{name} i" for name in others])
+        return [f"{together} i goes with {also} only{hint}"] if others else []
+    return [
+        f"along {'axis' if len(axes) == 1 else 'axes'} {listed([str(axis) for axis in axes])}, "
+        f"{listed([*names])} go together, item by item"
+        for axes, names in by_axes.items()
+        if len(names) > 1 and any({*axes} - {*other} and {*other} - {*axes} for other in by_axes)
+    ]
 
 
 def _text_table(plan: BatchPlan) -> list[str]:
