@@ -48,6 +48,23 @@ def test_a_sharded_axis_has_its_name(mesh):
     assert "axis i: over 8 devices, 60 items on each" in str(named.plan(x, y, w))
 
 
+@on("Auto", "Explicit")
+def test_an_argument_leaves_items_out(mesh):
+    ranks = {"x": "i | 3", "y": "j | 3", "ok": "i j |"}
+    kernel = auto_vmap(**ranks, reduce="mean", over="j", where="ok", chunk_size=1000, jit=True)
+    kernel = kernel(lambda x, y, ok: jnp.sqrt(jnp.sum((x - y) ** 2)))
+    x, y = X, data(N, 3, seed=1)
+    y[5] = x[7]  # a derivative that is NaN
+    ok = jnp.any(x[:, None] != y, -1)
+
+    def slope(*args):
+        return jax.grad(lambda x, y, ok: jnp.sum(jnp.sin(kernel(x, y, ok))), (0, 1))(*args)
+
+    want, found = slope(x, y, ok), slope(put(mesh, x, "d"), put(mesh, y), put(mesh, ok, "d"))
+    assert_same(found, want, rtol=1e-4)
+    assert all(bool(jnp.isfinite(x).all()) for x in found)
+
+
 @on("Auto")
 def test_errors_of_a_spec_name_the_axes(mesh):
     named, _ = both("j", devices=P(None, None, "d"))

@@ -212,8 +212,8 @@ def chunked_reduce(
         Maximum number of items evaluated at once. On a CPU, from JAX 0.12 on, a tile is smaller.
         ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
     where : str or int, optional
-        The key, field or index of the output that says whether an item counts: one boolean. Items
-        left out add nothing to results and gradients. See `auto_vmap`.
+        The argument that says whether an item counts, or the key, field or index of such an output:
+        one boolean. Items left out add nothing to results and gradients. See `auto_vmap`.
     in_axes, axis_size
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, optional

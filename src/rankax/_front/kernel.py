@@ -433,10 +433,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     over : str or tuple of str, optional
         The same by name, for batch axes that have names: ``over="j"``. See :ref:`names`.
     where : str or int, optional
-        The key, field or index of the output that says whether an item counts: one boolean. An
-        output inside another is given by its path: ``"['masks']['ok']"``. Items left out add
-        nothing to results and gradients, even if they are infinite or NaN. See
-        :ref:`items-that-count`.
+        The argument that says whether an item counts, one boolean with a rank; or the key, field or
+        index of such an output. An output inside another is given by its path:
+        ``"['masks']['ok']"``. Items left out add nothing to results and gradients, even if they are
+        infinite or NaN. See :ref:`items-that-count`.
 
     Programs
     --------

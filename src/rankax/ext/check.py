@@ -479,7 +479,7 @@ def _is_odd(
             pairs = zip(grads, (call.structure.ranks[i] for i in places), strict=True)
             is_bad = ~is_bad & ~_is_finite([_real(x, rank, has_rows) for x, rank in pairs])
         if where is not None:
-            is_bad &= find_mask(out, where)[1]
+            is_bad &= find_mask(out, where, dict(zip(call.paths, call.leaves, strict=True)))[1]
         return is_bad.astype(jnp.int32)
 
     seen = {"outputs": None, "masks": names, "written": written}

@@ -168,6 +168,12 @@ def _piece(axes: Axes, eqns: Sequence[Any], makes: Sequence[Any]) -> Piece:
     return Piece(axes, kept[::-1], list(reads), list(makes))
 
 
+def share(jaxpr: Jaxpr, variable: Any) -> float:
+    """Return which part of the operations of a program a variable needs; 0 if they are few."""
+    work = cost(_piece(frozenset(), jaxpr.eqns, [variable]).eqns, _operations)
+    return work / cost(jaxpr.eqns, _operations) if work >= _LEAST_PER_NUMBER else 0
+
+
 def hoist(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -> Apart | None:
     """Take the pieces out of an item that are worth it, or those ``chosen`` before.
 

@@ -26,7 +26,7 @@ from rankax._options import Options
 from rankax.call.kernels import KernelCall, Shell, bind, is_number, rebind
 from rankax.core.base.cache import Kept
 from rankax.core.base.trees import check_outputs
-from rankax.core.reduce.protocol import FILL, Marked, Outputs
+from rankax.core.reduce.protocol import FILL, Outputs
 from rankax.ext.blocks.checksum import checksum
 from rankax.ext.jit import compiled_parts
 from rankax.ext.lengths import Shared
@@ -152,8 +152,9 @@ class Setup:
 
     def on_counted(self, *values: Any) -> Any:
         """Call the kernel for one item, to be reduced."""
-        out = self.on_item(*values)
-        return Marked(out, jnp.bool_(True)) if self.is_ragged else out
+        call = self.call(values, is_item=True)
+        counts = jnp.bool_(True) if self.is_ragged else True
+        return self.reductions.marked(self.on_item(*values), call.paths, call.leaves, counts)
 
 
 # The options of JAX that a program takes from the process where the call was made.
