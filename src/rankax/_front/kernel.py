@@ -9,7 +9,7 @@ name, as functions are. One of ``__main__`` or of a function is pickled by value
 cloudpickle, as with `jax.jit`. A bound method is pickled by its object and its name.
 
 `auto_vmap` takes options and named ranks in one ``**named``, because it has to know which options
-were passed: one may share its name with a parameter of the kernel (`rankax.core.declare.ranks`).
+were passed: a parameter of the kernel wins over an option of its name (`core/declare/ranks.py`).
 The signature that `help` shows is set separately.
 """
 
@@ -402,9 +402,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         spreads over a pytree; `ranks_like` makes one from an example. Parameters without a rank get
         one from their jaxtyping annotation. See :doc:`/declaring`.
     ranks : dict, optional
-        Ranks by parameter name, also for parameters that share their name with an option.
+        Ranks by parameter name, whatever the parameters are called.
     **named_ranks : int, None, str, or a pytree prefix of these
-        Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
+        Ranks by parameter name; the only way for keyword-only parameters. A parameter wins over the
+        option of its name, which ``with_options`` takes. One rank on ``*args``
         applies to each of them; a rank on ``**kwargs`` applies to each value without its own.
 
     Memory
@@ -576,9 +577,6 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
     site = f"auto_vmap({function_name(fun)})"
-    given = {name: value for name, value in named.items() if name in NAMES}
-    named_ranks = {name: rank for name, rank in named.items() if name not in NAMES}
-    # First, because an option that is refused may be meant as the rank of a parameter.
-    declaration = declare(fun, positional, named_ranks, ranks, given, NAMES, annotated_ranks)
+    declaration, given = declare(fun, positional, named, ranks, {*NAMES}, annotated_ranks)
     plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Members("kernels")))
     return plain.with_explicit(checked_options(given, site), site)

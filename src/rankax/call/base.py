@@ -155,6 +155,7 @@ class Call(abc.ABC):
             for position, item in zip(plan.mapped, items, strict=False):
                 leaves[position] = item
             marks: list[Any] = []
+            counts: Any = True
             for split, number in zip(plan.splits, numbers, strict=True):
                 axes = [axis for axis, stride in enumerate(split.strides) if stride]
                 if split.position == NO_ARRAY:
@@ -163,7 +164,8 @@ class Call(abc.ABC):
                 shape, key = plan.batch_shape, leaves[split.position]
                 number = index_without_fill(number, shape, axes, self.lengths)
                 leaves[split.position] = item_key(key, number)
-            counts = functools.reduce(operator.and_, marks) if marks else True
+            if marks:
+                counts = functools.reduce(operator.and_, marks)
             if reductions is not None:
                 return reductions.marked(self.evaluate(leaves, plan), self.paths, leaves, counts)
             if not marks:

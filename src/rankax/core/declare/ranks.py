@@ -6,8 +6,9 @@ built and checked once, when the kernel is decorated.
 
 A return annotation is read only if it has one rank (`ext/annotations.py`); of explicit ranks, only
 a signature says what is returned.
-An option that shares its name with a parameter is accepted only if the parameter has a rank from
-elsewhere. Otherwise the call would be ambiguous.
+A keyword that names a parameter is its rank, and not the option of that name, so that no later
+option changes what a kernel means; an option it is only if the parameter has its explicit rank from
+elsewhere. ``with_options`` takes options only.
 
 Ranks are assigned to parameters first, or to items of ``*args`` or ``**kwargs`` (`bind_ranks`).
 """
@@ -259,23 +260,20 @@ def declare(
     positional: tuple[Any, ...],
     named: Mapping[str, Any],
     ranks: Any,
-    options: Mapping[str, Any],
     known_options: Collection[str],
     annotated_ranks: Callable[..., tuple[dict[str, Any], Collection[str]]],
-) -> Declaration:
-    """Reduce all declared ranks of ``fun`` to the normal form.
+) -> tuple[Declaration, dict[str, Any]]:
+    """Reduce all declared ranks of ``fun`` to the normal form; return the options among ``named``.
 
     Parameters
     ----------
     fun : callable
     positional, named : tuple, dict
-        The ranks that were passed to `auto_vmap` by position and by name.
+        What was passed to `auto_vmap` by position and by name.
     ranks : dict, optional
         The option of `auto_vmap` of this name, as passed.
-    options : dict
-        The options passed by name; a parameter may have the same name.
     known_options : collection of str
-        The names of all options, to recognize misspelled ones.
+        The names of all options.
     annotated_ranks : callable
         What reads the annotations: `rankax.ext.annotations.annotated_ranks`.
     """
@@ -288,8 +286,14 @@ def declare(
             "be bound to them; wrap it in a function that names its own"
         ) from None
     by_parameter = checked_ranks(ranks, site)
+    options = _options_among(named, positional, by_parameter, signature, known_options)
+    named = {name: rank for name, rank in named.items() if name not in options}
     bound = _bound(positional, named, by_parameter, signature, site, known_options)
-    explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
+    also = dict.fromkeys(named.keys() & {*known_options}, "; as an option, pass it to with_options")
+    explicit = {
+        name: _normal(rank, f"{site}: {name}", also.get(name, ""))
+        for name, rank in bound.whole.items()
+    }
     overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
     # The annotations of a kernel that takes a batch itself describe the batch.
     takes_batch = options.get("batched") is True
@@ -308,14 +312,12 @@ def declare(
     }
     _check_names(explicit, trees, site)
     axes = _ordered_axes(trees, site)
-    in_conflict = {**options, "ranks": ranks} if by_parameter else options
-    for name, value in in_conflict.items():
-        if name in signature.parameters and name not in declared:
-            raise TypeError(
-                f"{site}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
-                f"parameter {name!r} too; give it its rank with ranks={{{name!r}: ...}}, by "
-                "position, in a signature or by annotation (None leaves it untouched)"
-            )
+    if by_parameter and "ranks" in signature.parameters and "ranks" not in declared:
+        raise TypeError(
+            f"{site}: ranks={ranks!r} are ranks by name, but the kernel has a parameter 'ranks' "
+            "too; give it its rank with ranks={'ranks': ...}, by position, in a signature or by "
+            "annotation (None leaves it untouched)"
+        )
     if not explicit and not any(tree is not None for tree in trees.values()):
         other = "or annotate the parameters with jaxtyping"
         if takes_batch:
@@ -330,7 +332,24 @@ def declare(
         frozenset(name for name in silent if implicit and name not in explicit),
         axes,
     )
-    return _without_masks(declaration, site)
+    return _without_masks(declaration, site), options
+
+
+def _options_among(
+    named: Mapping[str, Any],
+    positional: tuple[Any, ...],
+    by_parameter: Mapping[str, Any],
+    signature: inspect.Signature,
+    known_options: Collection[str],
+) -> dict[str, Any]:
+    """Return the options: a name of a parameter is one if the parameter has its rank elsewhere."""
+    ranked = {*by_parameter}
+    if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
+        ranked |= signature.parameters.keys()
+    with contextlib.suppress(TypeError):  # too many, which is refused later
+        ranked |= signature.bind_partial(*positional).arguments.keys()
+    parameters = signature.parameters.keys() - ranked
+    return {k: v for k, v in named.items() if k in known_options and k not in parameters}
 
 
 def _bound(
@@ -407,7 +426,7 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     return Items({}, tree) if many and not (_is_rank(tree) or isinstance(tree, Items)) else tree
 
 
-def _normal(rank: Any, site: str) -> Any:
+def _normal(rank: Any, site: str, also: str = "") -> Any:
     """Turn an explicit rank, or a tree of ranks, into a tree of `Rank` and None."""
     if rank is None or isinstance(rank, Rank):
         return rank
@@ -423,7 +442,7 @@ def _normal(rank: Any, site: str) -> Any:
         raise TypeError(f"{site}: Mask needs the name of a dimension, as in Mask('n')")
     if is_leaf(rank):
         expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
-        return Rank(checked_int(rank, f"{site}: {expected}; got", least=0))
+        return Rank(checked_int(rank, f"{site}: {expected}{also}; got", least=0))
     # The class of a container may not accept `Rank` objects as children.
     return Node(type(rank), {c.key: _normal(c.value, site + c.name) for c in children_of(rank)})
 
