@@ -28,7 +28,7 @@ from rankax.ext.devices.place import checked_devices
 from rankax.ext.lengths import checked_bucket
 from rankax.ext.memory.budget import checked_limit
 from rankax.ext.progress import ProgressOption, checked_progress
-from rankax.ext.reductions.read import checked_where, read_reductions
+from rankax.ext.reductions.read import Reduce, checked_where, read_reductions
 from rankax.ext.xla_cpu import rules
 
 AUTO = "auto"  # a chunk size: for a reduction, a bound of its own; otherwise none
@@ -282,18 +282,23 @@ class Entered(Scoped, total=False):
     check: bool
 
 
-class Given(Scoped, total=False):
-    """All options of `auto_vmap`, as its caller passes them."""
+class OfMaps(Scoped, total=False):
+    """The options that do not change the type of what a kernel returns."""
 
-    reduce: Any
-    reduce_axis: int | Sequence[int] | None
-    over: str | Sequence[str] | None
-    where: str | int | None
     batch_shape: int | Sequence[int] | None
     jit: bool
     compiler_options: Mapping[str, Any] | None
     bucket: bool | Sequence[int]
     batched: bool
+
+
+class Given(OfMaps, total=False):
+    """All options of `auto_vmap`, as its caller passes them."""
+
+    reduce: Reduce
+    reduce_axis: int | Sequence[int] | None
+    over: str | Sequence[str] | None
+    where: str | int | None
 
 
 def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from rankax.core.base.messages import (
     function_name,
 )
 from rankax.ext.progress import ProgressOption
-from rankax.ext.reductions.read import read_reductions
+from rankax.ext.reductions.read import Reduce, read_reductions
 from rankax.pipeline import evaluate
 
 
@@ -174,7 +174,7 @@ def chunked_vmap(
 
 def chunked_reduce(
     fun: Callable[..., Any],
-    reduce: Any,
+    reduce: Reduce,
     chunk_size: int | None,
     in_axes: Any = 0,
     *,

@@ -41,13 +41,13 @@ from typing import (
 
 import jax
 
-from rankax._options import NAMES, Given, Options, check_together, checked_options
+from rankax._options import NAMES, Given, OfMaps, Options, check_together, checked_options
 from rankax.call.kernels import KernelCall, KernelSpec, bind
 from rankax.core.base.cache import Members
 from rankax.core.base.messages import function_name, listed, unwrapped
 from rankax.core.base.trees import ByKey, Items, Node
 from rankax.core.declare.dims import Dim, Rank
-from rankax.core.declare.ranks import declare
+from rankax.core.declare.ranks import RankTree, declare
 from rankax.core.declare.split_key import SplitKey
 from rankax.ext.annotations import annotated_ranks
 from rankax.ext.blocks.call import call_on_blocks
@@ -56,6 +56,7 @@ from rankax.ext.explain.call import plan_kernel
 from rankax.ext.jit import compiled_parts, evaluate_compiled, lowered
 from rankax.ext.progress import ProgressOption
 from rankax.ext.ragged.results import call_ragged, plan_ragged
+from rankax.ext.reductions.read import Reduce, ReductionName
 from rankax.ext.tune import tune
 from rankax.pipeline import evaluate
 
@@ -126,7 +127,13 @@ class Kernel(Generic[P, R]):
             raise AttributeError(f"{name} has no lower; {name}.with_options(jit=True) has one")
         return functools.partial(lowered, spec, *self.unbound(())[1])
 
-    def with_options(self, **options: Unpack[Given]) -> Self:
+    @overload
+    def with_options(self, **options: Unpack[OfMaps]) -> Self: ...
+
+    @overload
+    def with_options(self, **options: Unpack[Given]) -> Kernel[P, Any]: ...
+
+    def with_options(self, **options: Unpack[Given]) -> Any:
         """Return the kernel with these options; always the same one, with what it compiled."""
         site = f"{self.spec.name}.with_options"
         explicit = {**self.spec.explicit, **checked_options(options, site)}
@@ -347,8 +354,16 @@ class Decorator(Protocol):
     def __call__(self, fun: Callable[P, R], /) -> Kernel[P, R]: ...
 
 
+class ReducingDecorator(Protocol):
+    """The same for reductions that return something else, such as indices or `Several`."""
+
+    def __call__(self, fun: Callable[P, Any], /) -> Kernel[P, Any]: ...
+
+
 @overload
-def auto_vmap(fun: Callable[P, R], /) -> Kernel[P, R]: ...
+def auto_vmap(  # pyright: ignore[reportOverlappingOverload]  # a rank may be any object
+    fun: Callable[P, R], /
+) -> Kernel[P, R]: ...
 
 
 @overload
@@ -357,7 +372,33 @@ def auto_vmap(
     ranks: Mapping[str, Any] | None = None,
     chunk_size: int | Literal["auto"] | None = "auto",
     memory_limit: int | str | None = None,
-    reduce: Any = None,
+    reduce: ReductionName | None = None,
+    reduce_axis: int | Sequence[int] | None = None,
+    over: str | Sequence[str] | None = None,
+    where: None = None,
+    batch_shape: int | Sequence[int] | None = None,
+    checkpoint: bool | None = None,
+    jit: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    progress: ProgressOption = False,
+    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
+    bucket: bool | Sequence[int] = False,
+    batched: bool = False,
+    cpu_math: bool = False,
+    xla_cpu: bool = True,
+    hoist: bool = True,
+    **named_ranks: RankTree,
+) -> Decorator: ...
+
+
+@overload
+def auto_vmap(
+    *positional_ranks: Any,
+    ranks: Mapping[str, Any] | None = None,
+    chunk_size: int | Literal["auto"] | None = "auto",
+    memory_limit: int | str | None = None,
+    reduce: Reduce = None,
     reduce_axis: int | Sequence[int] | None = None,
     over: str | Sequence[str] | None = None,
     where: str | int | None = None,
@@ -373,8 +414,8 @@ def auto_vmap(
     cpu_math: bool = False,
     xla_cpu: bool = True,
     hoist: bool = True,
-    **named_ranks: Any,
-) -> Decorator: ...
+    **named_ranks: RankTree,
+) -> ReducingDecorator: ...
 
 
 def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **named: Any) -> Any:

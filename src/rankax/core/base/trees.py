@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,12 @@ class ByKey:
     cls: type
     entries: Mapping[str, Any]
     of_subclass: Callable[[type], Mapping[str, Any]]  # returns the entries for a subclass
+
+
+class HasFields(Protocol):
+    """A dataclass, such as a pytree of entries."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 class TooDeepError(ValueError):

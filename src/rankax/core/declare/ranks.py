@@ -21,7 +21,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ import numpy as np
 
 from rankax.core.base.messages import checked_int, function_name, listed, plural
 from rankax.core.base.trees import (
+    HasFields,
     Items,
     Node,
     children_of,
@@ -43,6 +44,11 @@ from rankax.core.declare.dims import Dim, Rank, parse_axes, parse_dims
 from rankax.core.declare.mask import Mask, mask_rank
 from rankax.core.declare.split_key import SplitKey, key_rank
 
+# As keywords take them, so that a type checker sees ``chunksize=100``, which is no rank; in
+# ``ranks=``, any int is one.
+_Number = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+_Entry = _Number | str | type[SplitKey] | SplitKey | Mask | HasFields | None
+RankTree: TypeAlias = "_Entry | tuple[RankTree, ...] | list[RankTree] | Mapping[Any, RankTree]"
 Parameter = inspect.Parameter
 _MANY = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
