@@ -47,7 +47,10 @@ MUTANTS = [
     Mutant("with_short_last", "one less", "nothing_is_sent_back::items_of_two_chunks"),
     Mutant("gated", "always true", "nothing_is_sent_back::items_left_out", 1),
     Mutant("split_into_chunks", "round down", "chunked_vmap::otherwise_one_loop_holds_the_chunk"),
-    Mutant("broadcast", "comparison", "auto_vmap"),
+    Mutant("broadcast", "comparison", "auto_vmap", 3),
+    Mutant(
+        "leaf_plan", "right operand", "batch_names::an_argument_without_a_name_has_axes_in_front", 1
+    ),
     # Each argument's own work.
     Mutant("pieces", "always true", "once::what_calls_back_is_not_moved"),
     Mutant("has_room", "comparison", "once::a_limit_without_room_for_results"),

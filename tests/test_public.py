@@ -106,7 +106,7 @@ def test_help_shows_the_options_of_auto_vmap():
     signature = inspect.signature(rankax.auto_vmap)
     shown = (
         "(*positional_ranks, ranks=None, chunk_size='auto', memory_limit=None, reduce=None, "
-        "reduce_axis=None, where=None, batch_shape=None, checkpoint=None, jit=False, "
+        "reduce_axis=None, over=None, where=None, batch_shape=None, checkpoint=None, jit=False, "
         "compiler_options=None, progress=False, devices=None, lockstep=True, bucket=False, "
         "batched=False, cpu_math=False, xla_cpu=True, hoist=True, **named_ranks)"
     )

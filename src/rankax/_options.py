@@ -29,7 +29,7 @@ from rankax.ext.devices.place import checked_devices
 from rankax.ext.lengths import checked_bucket
 from rankax.ext.memory.budget import checked_limit
 from rankax.ext.progress import ProgressOption, checked_progress
-from rankax.ext.reductions.read import checked_where, read_reductions
+from rankax.ext.reductions.read import Reduce, checked_where, read_reductions
 from rankax.ext.xla_cpu import rules
 
 AUTO = "auto"  # a chunk size: for a reduction, a bound of its own; otherwise none
@@ -58,6 +58,17 @@ def _reduce_axis(value: Any, site: str) -> int | tuple[int, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(checked_int(axis, refusal) for axis in value)  # pyright: ignore
     return checked_int(value, refusal)
+
+
+def _over(value: Any, site: str) -> tuple[str, ...]:
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"{site}: over must be the name of a batch axis, or a tuple of names, got {value!r}"
+        )
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"{site}: over must name different batch axes, got {value!r}")
+    return tuple(names)
 
 
 def _batch_shape(value: Any, site: str) -> tuple[int, ...]:
@@ -106,6 +117,7 @@ class Options:
     hoist: bool = option(True, scoped=True)
     reduce: Reductions | None = option(None, read_reductions)
     reduce_axis: int | tuple[int, ...] | None = option(None, _reduce_axis)
+    over: tuple[str, ...] | None = option(None, _over)
     where: str | int | None = option(None, checked_where)
     batch_shape: tuple[int, ...] | None = option(None, _batch_shape)
     jit: bool = option(False)
@@ -208,11 +220,16 @@ def check_batched(options: Options, site: str) -> None:
 def check_together(options: Options, site: str) -> None:
     """Refuse options that exclude each other, and those that do nothing without another one."""
     check_batched(options, site)
-    for name in ("reduce_axis", "where"):
+    for name in ("reduce_axis", "over", "where"):
         if (value := getattr(options, name)) is not None and options.reduce is None:
             raise TypeError(
                 f"{site}: {name}={value!r} has no effect without reduce=, such as reduce='sum'"
             )
+    if options.over is not None and options.reduce_axis is not None:
+        raise TypeError(
+            f"{site}: over={options.over} and reduce_axis={options.reduce_axis} both say which "
+            "axes are reduced; leave out one of them"
+        )
     if options.compiler_options is not None and not options.jit:
         raise TypeError(
             f"{site}: compiler_options are those of jax.jit, so they need jit=True; if you call "
@@ -267,17 +284,23 @@ class Entered(Scoped, total=False):
     plain: bool
 
 
-class Given(Scoped, total=False):
-    """All options of `auto_vmap`, as its caller passes them."""
+class OfMaps(Scoped, total=False):
+    """The options that do not change the type of what a kernel returns."""
 
-    reduce: Any
-    reduce_axis: int | Sequence[int] | None
-    where: str | int | None
     batch_shape: int | Sequence[int] | None
     jit: bool
     compiler_options: Mapping[str, Any] | None
     bucket: bool | Sequence[int]
     batched: bool
+
+
+class Given(OfMaps, total=False):
+    """All options of `auto_vmap`, as its caller passes them."""
+
+    reduce: Reduce
+    reduce_axis: int | Sequence[int] | None
+    over: str | Sequence[str] | None
+    where: str | int | None
 
 
 def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None]:

@@ -450,3 +450,19 @@ def test_kernels_that_take_a_batch(package):
     kernel = auto_vmap(1, chunk_size=2, batched=True)(lambda v: jnp.cumsum(v, axis=1))
     for each in (kernel, kernel.with_options(reduce="sum")):
         assert_same(computed(each(in_blocks(package, V, (3, 3)))), each(V))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "given", [{}, {"reduce": "sum", "over": "j"}, {"reduce": "argmax"}], ids=str
+)
+def test_batch_axes_with_names(package, given):
+    def gauss(x, y, w):
+        return w * jnp.exp(-jnp.sum((x - y) ** 2))
+
+    kernel = auto_vmap(x="i | 3", y="j | 3", w="j |", **given)(gauss)
+    y = RNG.normal(size=(4, 3)).astype("float32")
+    x, w = in_blocks(package, V, (2, 3)), in_blocks(package, S[:, 0], (3,))
+    assert_same(computed(kernel(x, y, w)), jax.tree.map(np.asarray, kernel(V, y, S[:, 0])))
+    with pytest.raises(BatchShapeError, match="Batch axis j is 5 "):
+        kernel(x, V, w)

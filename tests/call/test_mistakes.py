@@ -2,6 +2,7 @@
 """Mistakes that new users made, and what they read of them."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -209,3 +210,54 @@ def called_back(x):
 def test_what_cannot_be_mapped_names_its_kernel():
     text = text_of(lambda: auto_vmap(1, chunk_size=2)(called_back)(V))
     assert f"\nThis error comes from {here(called_back)}" in text
+
+
+def pull(x, y, m):
+    return m * jnp.exp(-jnp.sum((x - y) ** 2))
+
+
+ITSELF = (
+    "pull(): x and y are the same array, and each of its items meets only itself. For all pairs, "
+    'pass x[:, None], or name the axes: x="i | _", y="j | _", over=\'j\'. If this is meant, '
+    'x="i | _", y="i | _" says so'
+)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"jit": True}, {"chunk_size": 2}, {"reduce_axis": 0}], ids=str
+)
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.grad], ids=["", "jit", "grad"])
+def test_an_array_with_itself_is_one_warning(given, around):
+    kernel = auto_vmap(1, 1, 0, reduce="sum", **given)(pull)
+    points = jnp.ones((4, 3))
+    with pytest.warns(UserWarning, match=re.escape(ITSELF)) as warned:
+        around(lambda points: kernel(points, points, 1.0))(points)
+    assert warned[0].filename == __file__
+    kernel(points, points, 1.0)  # once is enough
+
+
+def test_arrays_that_no_reduction_pairs_with_themselves():
+    points, one = jnp.ones((4, 3)), jnp.ones((1, 3))
+    kernel = auto_vmap(1, 1, 0, reduce="sum")(pull)
+    kernel(points[:, None], points, 1.0)
+    kernel(one, one, 1.0)
+    kernel(one[0], one[0], 1.0)
+    kernel(points, points + 0, jnp.ones(4))
+    kernel.plan(points, points, 1.0)  # shows it, in words of its own
+    auto_vmap(1, 1, 0)(pull)(points, points, 1.0)
+    named = auto_vmap(x="i | 3", y="i | 3", m=0, reduce="sum")(pull)
+    assert named(points, points, 1.0) == 4
+    named.nonfinite(points, points, 1.0)
+    tree = auto_vmap({"a": 1, "b": 1}, reduce="sum")(lambda t: t["a"] @ t["b"])
+    tree({"a": points, "b": points})  # one argument
+
+
+def test_a_number_with_itself_is_the_usual_forgotten_axis():
+    def repulsion(x, y, i, j):
+        return jnp.where(i == j, 0.0, x @ y)
+
+    points, numbers = jnp.ones((4, 3)), jnp.arange(4)
+    kernel = auto_vmap(1, 1, 0, 0, reduce="sum")(repulsion)
+    with pytest.warns(UserWarning, match="i and j are the same array"):
+        assert kernel(points[:, None], points, numbers, numbers) == 0
+    assert kernel(points[:, None], points, numbers[:, None], numbers) == 36

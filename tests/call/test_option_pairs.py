@@ -52,6 +52,7 @@ OPTIONS = {
     "indices": {"reduce": {"v": "argmax", "ok": "any"}, "reduce_axis": -2},
     "the largest": {"reduce": {"v": TopK(4), "ok": "all"}},
     "what is kept": {"reduce": {"v": None, "ok": "any"}},
+    "names": {"reduce": {"v": "sum", "ok": "any"}, "over": "j"},
     "a batch at once": {"batched": True},
     "unlike lengths": {"ragged": True},
     "an axis more": {"batch_shape": (2, 1, 1)},
@@ -98,7 +99,7 @@ def expected(options):
     outs = values(batch, with_key="key" in options, is_ragged="ragged" in options)
     if "reduce" not in options:
         return jax.tree.map(jnp.asarray, outs)
-    axis = options.get("reduce_axis")
+    axis = options.get("reduce_axis", -1 if "over" in options else None)
 
     def row(x):
         return x.ravel() if axis is None else np.moveaxis(x, axis, -1)
@@ -116,12 +117,14 @@ def expected(options):
 def refused(options):
     """Return words of what is said of options that exclude each other; None if they do not."""
     at_once, ragged, stream = (name in options for name in ("batched", "ragged", "stream"))
+    if {"over", "reduce_axis"} <= options.keys():
+        return "both say which axes are reduced"
     if at_once and "lockstep" in options:
         return "lockstep=False lets each item end by itself, but with batched=True"
     if at_once and ragged:
         return "y is Ragged, but with batched=True the function takes a whole chunk"
     if stream and "batch_shape" in options:
-        return "batch_shape=(2, 1, 1) has no chunks, by which rankax.stream would evaluate it"
+        return "has no chunks, by which rankax.stream would evaluate it"
     if stream and "key" in options:
         return "key has the rank SplitKey, but rankax.stream evaluates block by block"
     return None
@@ -131,16 +134,20 @@ def called(options, out):
     """Call the kernel with these options; ``out`` is where a stream stores its results."""
     options = dict(options)
     is_stream, key = options.pop("stream", False), options.pop("key", None)
-    ranks, y = {"x": 1, "y": 1, "key": None if key is None else SplitKey}, Y
+    ranks, x, y = {"x": 1, "y": 1, "key": None if key is None else SplitKey}, X, Y
+    if "over" in options:
+        ranks, x = ranks | {"x": "i | 3", "y": "j | 3"}, X[:, 0]
+        options |= {"batch_shape": 2} if "batch_shape" in options else {}
     if options.pop("ragged", False):
         y = Ragged(Y[IS_ROW], LENGTHS)
-        ranks |= {"y": "n"} | ({} if options.get("batched") else {"mask": Mask("n")})
+        ranks |= {"y": "j | n" if "over" in options else "n"}
+        ranks |= {} if options.get("batched") else {"mask": Mask("n")}
     kernel = auto_vmap(ranks=ranks, **options)(items if options.get("batched") else item)
     more = {} if key is None else {"key": key}
     if not is_stream:
-        return kernel(X, y, **more)
+        return kernel(x, y, **more)
     run = pytest.importorskip("rankax.stream", exc_type=ImportError).run
-    stored = run(kernel, X, y, **more, out=out, memory_limit="5 MB", progress=False)
+    stored = run(kernel, x, y, **more, out=out, memory_limit="5 MB", progress=False)
     return jax.tree.map(lambda x: jnp.asarray(x[...]), stored)
 
 
@@ -163,7 +170,7 @@ AT_MERGE = [
     *(("a bucket", "unlike lengths"), ("options of XLA", "keys"), ("a device", "the largest")),
     *(("progress", "a sum"), ("what is kept", "an axis more"), ("what chunks store", "a mask")),
     *(("unlike lengths", "sines of ours"), ("unlike lengths", "keys")),
-    ("jit", "the plain program"),
+    *(("jit", "the plain program"), ("names", "unlike lengths"), ("names", "a stream")),
 ]
 
 

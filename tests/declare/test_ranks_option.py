@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from helpers import assert_same, refusal
 from rankax import SplitKey, auto_vmap
+from rankax._options import NAMES, Options
 
 x, bucket = (jnp.asarray(x) for x in (np.arange(12.0).reshape(4, 3), np.arange(4.0)))
 
@@ -190,7 +191,7 @@ TWICE = "has two ranks, 0 by {} and 1 in ranks"
         ),
         (
             lambda: auto_vmap(ranks={"x": 1})(lambda ranks, x: x),
-            "ranks={'x': 1} is the option of auto_vmap, but the kernel has a parameter 'ranks' too",
+            "ranks={'x': 1} are ranks by name, but the kernel has a parameter 'ranks' too; give it",
         ),
         (
             lambda: auto_vmap(0, 1, 2)(lambda x, **kwargs: x),
@@ -225,11 +226,15 @@ def test_options_that_parameters_are_named_like():
 
     assert_same(auto_vmap(1, 0, None, chunk_size=2)(both)(x, bucket, "any"), x * bucket[:, None])
 
+    by_name = auto_vmap(x=1, devices=0, jit=None)(both)
+    assert_same(by_name(x, bucket, "any"), x * bucket[:, None])
+    assert by_name.with_options(chunk_size=2).plan(x, bucket, "any").in_flight == 2
     message = (
-        "auto_vmap(both): devices=0 is the option of auto_vmap, but the kernel has a parameter"
+        "auto_vmap(both): jit: a rank is an int >= 0, None, a dimension string, SplitKey, or a "
+        "tree of those; as an option, pass it to with_options; got True"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        auto_vmap(x=1, devices=0, jit=1)(both)
+        auto_vmap(x=1, jit=True)(both)
     with pytest.raises(TypeError, match="got 'no'"):
         auto_vmap(ranks={"chunk_size": 0}, chunk_size="no")(lambda chunk_size: chunk_size)
 
@@ -260,3 +265,37 @@ def test_a_rank_by_name_may_be_left_out():
     assert_same(kernel(x=cube), jnp.sum(cube, -1))
     assert_same(kernel(3.0, x=cube), jnp.sum(cube, -1) + 3)
     assert_same(kernel(1.0), jnp.asarray(1.0))
+
+
+def kernel_of(name, value):
+    """Return a function with a parameter of this name, of rank ``value``."""
+    scope = {}
+    exec(f"def named(x, {name}):\n    return x * {name}", scope)
+    return scope["named"], {name: value}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [0, ""])
+def test_a_parameter_wins_over_an_option(name, value):
+    fun, rank = kernel_of(name, value)
+    by_name = auto_vmap(x=1, **rank)(fun)
+    assert_same(by_name(x, bucket), x * bucket[:, None])
+    assert by_name.spec.explicit == {}
+    assert_same(auto_vmap(ranks={"x": 1, **rank})(fun)(x, bucket), x * bucket[:, None])
+    chunked = by_name.with_options(chunk_size=2)
+    assert_same(chunked(x, **{name: bucket}), x * bucket[:, None])
+    # With a rank from elsewhere, the keyword is the option.
+    given = {"chunk_size": 2} if name != "chunk_size" else {}
+    default = {name: getattr(Options(), name)} | given
+    elsewhere = auto_vmap(1, 0, **default)(fun)
+    assert_same(elsewhere(x, bucket), x * bucket[:, None])
+    assert elsewhere.spec.explicit.keys() == default.keys()
+
+
+def test_a_parameter_wins_over_an_option_also_if_it_is_annotated():
+    def annotated(x: Float[Array, "3"], reduce: Float[Array, "3"]):
+        return x * reduce
+
+    outer = auto_vmap(reduce=0)(annotated)
+    assert outer(x[0], bucket).shape == (4, 3)
+    assert outer.with_options(reduce="sum")(x[0], bucket).shape == (3,)

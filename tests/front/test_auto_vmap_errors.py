@@ -90,10 +90,9 @@ OF_OTHER_KERNELS = {
     "auto_vmap(...) decorates a function, got property": lambda: auto_vmap(0)(property(kernel)),
     "auto_vmap(type): Python cannot tell the parameters of type, so ranks cannot be bound to them; "
     "wrap it in a function that names its own": lambda: auto_vmap(0)(type),
-    "auto_vmap(<lambda>): chunk_size=3 is the option of auto_vmap, but the kernel has a parameter "
-    "'chunk_size' too; give it its rank with ranks={'chunk_size': ...}, by position, in a "
-    "signature or by annotation (None leaves it untouched)": (
-        lambda: auto_vmap(0, chunk_size=3)(lambda x, chunk_size: x)
+    "auto_vmap(<lambda>): chunk_size: a rank is an int >= 0, None, a dimension string, SplitKey, "
+    "or a tree of those; as an option, pass it to with_options; got float 2.5": (
+        lambda: auto_vmap(0, chunk_size=2.5)(lambda x, chunk_size: x)
     ),
     "auto_vmap(<lambda>): 'in_axes' would be the rank of an item of **kwargs; auto_vmap takes "
     "ranks in place of in_axes: the number of axes of each argument for one item, as in "

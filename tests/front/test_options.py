@@ -136,8 +136,8 @@ def test_pickles_never_lose_options():
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
             "(options: chunk_size, memory_limit, checkpoint, progress, devices, lockstep, "
-            "cpu_math, xla_cpu, hoist, reduce, reduce_axis, where, batch_shape, jit, "
-            "compiler_options, bucket and batched)",
+            "cpu_math, xla_cpu, hoist, reduce, reduce_axis, over, where, batch_shape, "
+            "jit, compiler_options, bucket and batched)",
         ),
         (
             lambda: norm.with_options(compiler_options={"xla": True}),

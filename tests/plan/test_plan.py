@@ -262,3 +262,35 @@ def test_a_plan_says_which_items_a_reduction_pairs(target, options, line):
     tree = auto_vmap(1, 1, reduce="sum")(lambda p, q: p["a"] @ q).plan({"a": POINTS}, POINTS)
     assert "\n  p i goes with q i only" in str(tree)
     assert "None" not in str(tree)  # which cannot be written for a tree
+
+
+@pytest.mark.parametrize(
+    ("shapes", "lines"),
+    [
+        ([(4, 1, 3), (4, 3), (4,), (4,)], ["along axis 1, y, i and j go together, item by item"]),
+        (
+            [(4, 1, 3), (4, 3), (4, 1), (4,)],
+            [
+                "along axis 0, x and i go together, item by item",
+                "along axis 1, y and j go together, item by item",
+            ],
+        ),
+        ([(4, 1, 1, 3), (4, 1, 3), (4,), ()], []),  # three axes, each of one argument
+        ([(4, 5, 3), (4, 5, 3), (5,), ()], []),  # nothing meets in all pairs
+        (
+            [(2, 4, 1, 3), (2, 4, 1, 3), (2, 1, 4), ()],
+            ["along axes 0 and 1, x and y go together, item by item"],
+        ),
+    ],
+)
+def test_a_plan_says_which_arguments_go_together(shapes, lines):
+    def repulsion(x, y, i, j):
+        return x @ y * i * j
+
+    arrays = [np.ones(shape, "float32") for shape in shapes]
+    kernel = auto_vmap(1, 1, 0, 0, reduce="sum")(repulsion)
+    shown = str(kernel.plan(*arrays)).split("\n")
+    assert [line.strip() for line in shown if "go together" in line] == lines
+    assert "go together" not in str(kernel.with_options(reduce=None).plan(*arrays))
+    named = auto_vmap(x="i | 3", y="j | 3", i="j |", j="j |", reduce="sum")(repulsion)
+    assert "go together" not in str(named.plan(POINTS, POINTS, POINTS[:, 0], POINTS[:, 0]))

@@ -818,7 +818,8 @@ def test_the_plan_says_what_is_reduced():
         "  axis 0: 4 chunks of 1 over 4, mapping x\n"
         "  axis 1: 4 tiles of 6 over 23, mapping y, w, reduced\n"
         "  (1* stretched, - absent: used again for each item, never copied)\n"
-        "  reduced by sum, to (4,)"
+        "  reduced by sum, to (4,)\n"
+        "  along axis 1, y and w go together, item by item"
     )
 
 

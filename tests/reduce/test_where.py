@@ -5,6 +5,7 @@ import functools
 import re
 from typing import NamedTuple
 
+import dask.array as da
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from helpers import REMAT3, primitives, refusal, slow, temporary_bytes, weekly
 from helpers import assert_same as assert_equal
-from rankax import auto_vmap, chunked_reduce, reductions, sliced_scan
+from rankax import Mask, Ragged, auto_vmap, chunked_reduce, reductions, sliced_scan
 from rankax.reductions import Best, BottomK, Fold, Moments, MomentsResult, Several, TopK, TopKResult
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
@@ -407,6 +408,134 @@ def test_only_a_derivative_looks_for_an_item_that_counts():
     assert primitives(jax.grad(lambda x: fun(x)[0]), x)["scan"] == 3  # first, forward, reverse
     each = chunked_reduce(lambda x: (jnp.sqrt(x), x, x > 0), ("sum", "mean", None), 4, where=2)
     assert primitives(jax.grad(lambda x: each(x)[0] + each(x)[1]), x)["scan"] == 8
+
+
+# An argument that says which items count.
+
+PAIRS = {"x": "i | 3", "y": "j | 3", "w": "j |"}
+ROWS, COLUMNS = (DRAW(size=(n, 3)).astype("f4") for n in (4, 6))
+COLUMNS[1] = ROWS[2]  # an infinite pair
+APART = np.any(ROWS[:, None] != COLUMNS, -1) & (np.arange(24).reshape(4, 6) % 5 > 0)
+MASKS = {
+    "each pair": ("i j |", APART),
+    "a row": ("i |", np.array([True, False, False, True])),
+    "a column": ("j |", np.array([False, False, True, True, False, True])),
+    "no row": ("i |", np.zeros(4, bool)),
+    "all or none": ("", False),
+}
+
+
+def energy(x, y, w, ok):
+    return pair(x, y, w)["e"]
+
+
+def as_output(x, y, w, given):
+    return {"e": energy(x, y, w, given), "ok": given}
+
+
+@pytest.mark.parametrize("over", ["j", slow("i"), slow("i j")])
+@pytest.mark.parametrize(
+    "name", ["sum", slow("mean"), "min", slow("logsumexp"), slow("moments"), slow("top")]
+)
+@pytest.mark.parametrize("mask", MASKS)
+def test_an_argument_leaves_items_out_as_an_output_does(mask, name, over):
+    rank, ok = MASKS[mask]
+    options = {"reduce": OBJECTS.get(name, name), "over": over, "where": "ok", "chunk_size": 4}
+    given = auto_vmap(**PAIRS, ok=rank, **options)(energy)
+    options["reduce"] = {"e": options["reduce"], "ok": "any"}
+    output = auto_vmap(**PAIRS, given=rank, **options)(as_output)
+
+    def by_argument(x, y, w):
+        return given(x, y, w, ok)
+
+    def by_output(x, y, w):
+        return output(x, y, w, ok)["e"]
+
+    args = ROWS, COLUMNS, np.arange(1.0, 7.0, dtype="f4")
+    assert_same(by_argument(*args), by_output(*args))
+    slopes = [
+        jax.grad(lambda *args, f=f: finite(f(*args)), (0, 1, 2)) for f in (by_argument, by_output)
+    ]
+    got, want = (slope(*args) for slope in slopes)
+    assert_same(got, want)
+    assert all(bool(jnp.isfinite(x).all()) for x in got)
+    if mask.startswith(("no", "all")):
+        assert not any(bool(x.any()) for x in got)
+
+
+def test_an_argument_takes_no_pass_of_its_own():
+    x = jnp.arange(10.0)
+    given = chunked_reduce(lambda x, ok: jnp.sqrt(x), "sum", 4, where="ok")
+    slope = jax.grad(lambda x: given(x, x > 0))
+    assert primitives(slope, x)["scan"] == 2  # forward and reverse
+    assert_same(slope(x), jax.grad(lambda x: jnp.sqrt(x[1:]).sum())(x))
+    kernel = auto_vmap(x=0, ok=0, reduce="sum", where="ok", chunk_size=4, jit=True)
+    kernel = kernel(lambda x, ok: jnp.sqrt(x))
+    assert_same(jax.grad(kernel)(x, x > 0), slope(x))
+    one = jnp.arange(10) == 3
+    twice = jax.grad(lambda x: jax.grad(kernel)(x, one)[3])(x)
+    assert_same(twice, jnp.where(one, jnp.float32(-(3**-1.5) / 4), 0.0))
+
+
+def test_arguments_in_trees_ragged_calls_and_reductions():
+    e = np.arange(6.0, dtype="f4")
+    tree = auto_vmap({"e": 0, "ok": 0}, reduce="sum", where="item['ok']")(
+        lambda item: 1 / item["e"]
+    )
+    assert_same(tree({"e": e, "ok": e > 0}), jnp.sum(1 / e[1:]))
+    own = Several(reductions.Sum(where="a"), reductions.Max(where="b"))
+    both = auto_vmap(e=0, a=0, b=0, reduce=own, chunk_size=4)(lambda e, a, b: 1 / e)
+    assert_same(both(e, e > 0, e > 2), (jnp.sum(1 / e[1:]), jnp.float32(1 / 3)))
+    rows = Ragged.from_list([e[:2], e[2:5], e[:1], e[5:]])
+    count = auto_vmap(x="i | n", ok="i |", mask=Mask("n"), reduce="sum", where="ok", jit=True)
+    count = count(lambda x, ok, mask: jnp.sum(jnp.where(mask, x, 0.0)))
+    assert_same(count(rows, np.array([True, False, True, True])), jnp.float32(6))
+    assert count.nonfinite(rows, np.ones(4, bool)).count == 0
+    inverse = auto_vmap(x=0, ok=0, reduce="sum", where="ok")(lambda x, ok: 1 / x)
+    assert inverse.nonfinite(e, e > 0).count == 0
+    assert inverse.nonfinite(e, e >= 0).count == 1
+    blocks = inverse(da.from_array(e, 4), e > 0)
+    np.testing.assert_allclose(blocks.compute(), np.sum(1 / e[1:]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("where", "ok", "text"),
+    [
+        (
+            "ok",
+            1.0,
+            "where='ok': ok must be one boolean, which says whether the item counts, but it",
+        ),
+        ("mask", True, "there is one array, and no argument mask with a rank"),
+        ("table", True, "there is one array, and no argument table with a rank"),
+        ("x", True, "where='x': x must be one boolean, which says whether the item counts, but it"),
+    ],
+)
+def test_arguments_that_are_no_masks(where, ok, text):
+    kernel = auto_vmap(x=0, ok=0, table=None, reduce="sum", where=where)(lambda x, ok, table: x)
+    assert text in refusal(ValueError, kernel, jnp.ones(3), ok, jnp.ones(3, bool))
+
+
+def test_a_name_of_an_argument_and_an_output_is_refused():
+    kernel = auto_vmap(x=0, ok=0, reduce="sum", where="ok")(lambda x, ok: {"x": x, "ok": ~ok})
+    text = "where='ok': output['ok'] and the argument ok have this name; rename one"
+    assert text in refusal(ValueError, kernel, jnp.ones(3), jnp.ones(3, bool))
+    same = auto_vmap(x=0, ok=0, reduce="sum", where="ok")(lambda x, ok: {"x": x, "ok": ok})
+    assert same(jnp.ones(3), jnp.arange(3) > 0)["x"] == 2  # the output is the argument
+
+
+def test_the_plan_says_what_a_mask_costs():
+    def far(x, y):
+        distance = jnp.sqrt(jnp.sum((x - y) ** 2))
+        return {"e": jnp.cos(distance), "ok": distance > 1}
+
+    kernel = auto_vmap(x="i | 3", y="j | 3", reduce="sum", where="ok")(far)
+    (note,) = [n for n in kernel.plan(ROWS, COLUMNS).notes if "where" in n]
+    assert re.fullmatch(
+        r"derivatives evaluate where='ok' twice more, \d\d % of an item; an .*", note
+    )
+    given = auto_vmap(**PAIRS, ok="i j |", reduce="sum", where="ok")(energy)
+    assert not any("where" in n for n in given.plan(ROWS, COLUMNS, np.ones(6, "f4"), APART).notes)
 
 
 # Words.

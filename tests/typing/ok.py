@@ -121,6 +121,37 @@ again: Any = norm.with_options(reduce="sum", reduce_axis=(0,)).lower(X)
 parts = Several(Sum(where="ok"), "argmin", where=1), Several(least="min", best=BottomK(3, where=1))
 product = Fold(1.0, lambda x: x, lambda x, y: x * y, where="ok")
 some: Any = norm.with_options(reduce=(parts, product), where="ok")
+
+
+@auto_vmap(x="i | 3", key=SplitKey("i |"), w={"a": 0, "b": None}, reduce="sum", over="i")
+def total(x: jax.Array, key: jax.Array, w: dict[str, float]) -> jax.Array:
+    return jnp.sum(x) * w["a"] + jax.random.normal(key)
+
+
+@auto_vmap(x=1, reduce={"v": "sum", "ok": None, "i": Several("min", "argmin")})
+def several(x: jax.Array) -> dict[str, jax.Array]:
+    return {"v": x, "ok": x, "i": x}
+
+
+@auto_vmap(x=1, ok=0, reduce="sum", where="ok")
+def counted(x: jax.Array, ok: bool) -> jax.Array:
+    return x
+
+
+@auto_vmap(x=1, ok=0, reduce=Sum(), where="ok", chunk_size="auto", hoist=False)
+def of_object(x: jax.Array, ok: bool) -> jax.Array:
+    return x
+
+
+rank: int = X.ndim - 1
+by_rank = auto_vmap(ranks={"x": rank})(counted.__wrapped__)
+assert_type(total(X, X, {"a": 1.0, "b": 2.0}), jax.Array)
+assert_type(several(X), Any)
+assert_type(counted(X, True), Any)
+assert_type(of_object(X, ok=True), Any)
+assert_type(total.with_options(chunk_size=3, jit=True)(X, X, {}), jax.Array)
+assert_type(total.with_options(reduce=Several("min", "max"))(X, X, {}), Any)
+assert_type(total.with_options(where="ok", reduce="sum")(X, X, {}), Any)
 name: str = norm.__name__
 
 assert_type(Static(3).value, int)

@@ -7,7 +7,14 @@ Both checkers report an ignore that nothing needs, so each line below is seen to
 import jax
 import jax.numpy as jnp
 
-from rankax import Static, auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+from rankax import (
+    Static,
+    auto_vmap,
+    checkpoint_chunked_scan,
+    chunked_reduce,
+    chunked_vmap,
+    sliced_scan,
+)
 from rankax.reductions import TopK
 
 
@@ -51,6 +58,19 @@ Body().pull.with_options(chunk_size=3)(X, scale="a")  # type: ignore
 auto_vmap(0, chunk_size="3")  # type: ignore
 auto_vmap(0, jit="yes")  # type: ignore
 auto_vmap(0)(3)  # type: ignore
+auto_vmap(0, chunksize=100)  # type: ignore
+auto_vmap(x=1, jitt=True)  # type: ignore
+auto_vmap(x=1, memory=2.5)  # type: ignore
+auto_vmap(0, reduce="sums")  # type: ignore
+auto_vmap(0, reduce={"v": "sum", "w": "maximum"})  # type: ignore
+auto_vmap(0, reduce=("sum", "maximum"))  # type: ignore
+auto_vmap(0, reduce=jnp.sum)  # type: ignore
+auto_vmap(0, reduce="sum", over=1)  # type: ignore
+auto_vmap(0, reduce="sum", where=1.5)  # type: ignore
+auto_vmap(x="i | 3", reduce="sum", over="i")(step)(X)  # type: ignore
+auto_vmap(x=1, reduce="sum", where="ok")(step)(X)  # type: ignore
+chunked_reduce(step, "sums", 3)  # type: ignore
+auto_vmap(0)(step).with_options(reduce="sums")  # type: ignore
 auto_vmap(0)(step).with_options(chunksize=3)  # type: ignore
 auto_vmap(0)(step).with_options(chunk_size="3")  # type: ignore
 

@@ -295,3 +295,101 @@ def test_a_compiled_kernel_is_traced_once_for_the_same_shapes():
     assert call(2, n=5)["sum"].shape == (4,)
     assert len(traces) == 4  # for shapes and for values
     np.testing.assert_array_equal(call(2, "int32")["sum"], want["sum"])
+
+
+def test_batch_axes_with_names_are_dimensions():
+    @auto_vmap(t="time | level", w="x |", reduce="sum", over="x")
+    def weighted(t, w):
+        return jnp.sum(t) * w
+
+    t = T.isel(x=0, drop=True)
+    got = rankax.xarray.apply(weighted, t.transpose("level", "time"), W)
+    assert got.dims == ("time",)
+    np.testing.assert_allclose(got, np.sum(t, 1) * np.sum(W), rtol=1e-5)
+    kept = rankax.xarray.apply(weighted, t, W, reduce_dims="time")
+    np.testing.assert_allclose(kept, weighted.with_options(over="time")(t.values, W.values))
+    np.testing.assert_allclose(rankax.xarray.apply(weighted, t.chunk(time=1), W), got)
+    text = refusal(ValueError, rankax.xarray.apply, weighted, t, W.rename(x="station"))
+    assert text == (
+        "rankax.xarray.apply(weighted): w has rank \"x |\", but not the dimension 'x': it has "
+        "'station'; rename one"
+    )
+
+
+HOURS = np.arange(6.0)
+CLIMATE = xr.Dataset(
+    {
+        "t2m": (("time", "x"), np.outer(HOURS, [1.0, 2.0]) + 280, {"units": "K"}),
+        "sst": (("x", "time"), np.outer([3.0, 4.0], HOURS), {"units": "K", "long_name": "sea"}),
+        "mask": (("x",), [0.0, 1.0]),
+    },
+    {"time": HOURS, "x": [10, 20]},
+)
+
+
+@auto_vmap(y="x | time", t="time")
+def fitted(y, t):
+    slope, start = jnp.polyfit(t, y, 1)
+    return {"trend": slope, "line": jnp.stack([slope, start])}
+
+
+def fit(**given):
+    data = CLIMATE[["t2m", "sst"]]
+    given = {"dtype": "float32", "output_dims": {"trend": (), "line": "degree"}, **given}
+    return rankax.xarray.apply(fitted, data, data.time, **given)
+
+
+def test_one_dataset_of_all_variables_and_outputs():
+    got = fit(to="dataset", output_coords={"degree": [1, 0]})
+    assert {*got.data_vars} == {"t2m_trend", "sst_trend", "t2m_line", "sst_line"}
+    np.testing.assert_allclose(got.sst_trend, [3, 4], rtol=1e-3)
+    np.testing.assert_array_equal(got.degree, [1, 0])
+    np.testing.assert_array_equal(got.x, [10, 20])
+    assert got.t2m_line.dims == ("x", "degree")
+    assert all(v.dtype == np.float32 for v in got.data_vars.values())
+    assert "units" not in got.sst_trend.attrs
+    assert CLIMATE.sst.attrs["units"] == "K"
+    with xr.set_options(keep_attrs=True):
+        assert fit(to="dataset").sst_trend.attrs == {"units": "K", "long_name": "sea"}
+    lazy = rankax.xarray.apply(
+        fitted,
+        CLIMATE.t2m.chunk(x=1),
+        CLIMATE.time,
+        dtype="float32",
+        to="dataset",
+        output_dims={"trend": (), "line": "degree"},
+    )
+    assert {*lazy.data_vars} == {"trend", "line"}
+    assert lazy.chunks["x"] == (1, 1)
+    np.testing.assert_allclose(lazy.trend.compute(), [1, 2], rtol=1e-3)
+
+
+def test_one_array_and_a_tuple_as_a_dataset():
+    mean = auto_vmap(y="time")(lambda y: jnp.mean(y))
+    one = rankax.xarray.apply(mean, CLIMATE.mask.rename(x="time"), dtype="float32", to="dataset")
+    assert {*one.data_vars} == {"mask"}
+    two = auto_vmap(y="time")(lambda y: (jnp.min(y), jnp.max(y)))
+    got = rankax.xarray.apply(two, CLIMATE[["t2m"]], dtype="float32", to="dataset")
+    assert {*got.data_vars} == {"t2m_0", "t2m_1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"dtype": "int32"}, "dtype must be one of floats, such as 'float32', got 'int32'"),
+        ({"to": "array"}, "to must be 'dataset' or None, got 'array'"),
+        ({"output_coords": {"n": [1]}}, "output_coords names 'n', but the core dimensions of out"),
+        ({"output_coords": [1]}, "output_coords must map dimensions of outputs to coordinates"),
+        ({"dtype": None}, "is an array of dtype float64, but JAX computes with float32"),
+    ],
+)
+def test_wrong_outputs_are_refused(given, text):
+    assert text in refusal((TypeError, ValueError), fit, **given)
+
+
+def test_a_variable_without_the_core_dimension_is_left_out():
+    text = refusal(ValueError, rankax.xarray.apply, fitted, CLIMATE, CLIMATE.time, dtype="float32")
+    assert text == (
+        "rankax.xarray.apply(fitted): y['mask'] lacks the core dimension 'time', which other "
+        "variables of y have; leave it out: y[['t2m', 'sst']]"
+    )

@@ -19,7 +19,7 @@ from rankax.core.base.messages import (
     function_name,
 )
 from rankax.ext.progress import ProgressOption
-from rankax.ext.reductions.read import read_reductions
+from rankax.ext.reductions.read import Reduce, read_reductions
 from rankax.pipeline import evaluate
 
 
@@ -175,7 +175,7 @@ def chunked_vmap(
 
 def chunked_reduce(
     fun: Callable[..., Any],
-    reduce: Any,
+    reduce: Reduce,
     chunk_size: int | None,
     in_axes: Any = 0,
     *,
@@ -213,8 +213,8 @@ def chunked_reduce(
         Maximum number of items evaluated at once. On a CPU, from JAX 0.12 on, a tile is smaller.
         ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
     where : str or int, optional
-        The key, field or index of the output that says whether an item counts: one boolean. Items
-        left out add nothing to results and gradients. See `auto_vmap`.
+        The argument that says whether an item counts, or the key, field or index of such an output:
+        one boolean. Items left out add nothing to results and gradients. See `auto_vmap`.
     in_axes, axis_size
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, optional

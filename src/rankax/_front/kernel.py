@@ -9,7 +9,7 @@ name, as functions are. One of ``__main__`` or of a function is pickled by value
 cloudpickle, as with `jax.jit`. A bound method is pickled by its object and its name.
 
 `auto_vmap` takes options and named ranks in one ``**named``, because it has to know which options
-were passed: one may share its name with a parameter of the kernel (`rankax.core.declare.ranks`).
+were passed: a parameter of the kernel wins over an option of its name (`core/declare/ranks.py`).
 The signature that `help` shows is set separately.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import functools
 import inspect
 import operator
@@ -40,13 +41,13 @@ from typing import (
 
 import jax
 
-from rankax._options import NAMES, Given, Options, check_together, checked_options
+from rankax._options import NAMES, Given, OfMaps, Options, check_together, checked_options
 from rankax.call.kernels import KernelCall, KernelSpec, bind
 from rankax.core.base.cache import Members
-from rankax.core.base.messages import function_name, unwrapped
+from rankax.core.base.messages import function_name, listed, unwrapped
 from rankax.core.base.trees import ByKey, Items, Node
 from rankax.core.declare.dims import Dim, Rank
-from rankax.core.declare.ranks import declare
+from rankax.core.declare.ranks import RankTree, declare
 from rankax.core.declare.split_key import SplitKey
 from rankax.ext.annotations import annotated_ranks
 from rankax.ext.blocks.call import call_on_blocks
@@ -55,6 +56,7 @@ from rankax.ext.explain.call import plan_kernel
 from rankax.ext.jit import compiled_parts, evaluate_compiled, lowered
 from rankax.ext.progress import ProgressOption
 from rankax.ext.ragged.results import call_ragged, plan_ragged
+from rankax.ext.reductions.read import Reduce, ReductionName
 from rankax.ext.tune import tune
 from rankax.pipeline import evaluate
 
@@ -125,7 +127,13 @@ class Kernel(Generic[P, R]):
             raise AttributeError(f"{name} has no lower; {name}.with_options(jit=True) has one")
         return functools.partial(lowered, spec, *self.unbound(())[1])
 
-    def with_options(self, **options: Unpack[Given]) -> Self:
+    @overload
+    def with_options(self, **options: Unpack[OfMaps]) -> Self: ...
+
+    @overload
+    def with_options(self, **options: Unpack[Given]) -> Kernel[P, Any]: ...
+
+    def with_options(self, **options: Unpack[Given]) -> Any:
         """Return the kernel with these options; always the same one, with what it compiled."""
         site = f"{self.spec.name}.with_options"
         explicit = {**self.spec.explicit, **checked_options(options, site)}
@@ -137,6 +145,7 @@ class Kernel(Generic[P, R]):
 
         def make() -> Kernel[P, R]:
             check_together(Options(**explicit), site)
+            _check_over(explicit.get("over"), spec.declaration.axes, site)
             return Kernel(KernelSpec(spec.fun, spec.declaration, explicit, spec.members))
 
         return spec.members.get_or_make(frozenset(explicit.items()), make)
@@ -274,6 +283,16 @@ class ClassMethod(classmethod):  # pyright: ignore[reportMissingTypeArgument]
         return Method(kernel, owner)
 
 
+def _check_over(over: tuple[str, ...] | None, axes: tuple[str, ...], site: str) -> None:
+    """Refuse names that no batch axis has."""
+    for name in over or ():
+        if name not in axes:
+            close = difflib.get_close_matches(name, axes, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"they are {listed(axes)}"
+            hint = hint if axes else 'name it in the ranks, as in x="i | 3", y="j | 3"'
+            raise ValueError(f"{site}: over names {name!r}, but no batch axis is called so; {hint}")
+
+
 # The text that shows a kernel: ``energy(s: 0, v: 1, m: 2), chunk_size=100``.
 
 
@@ -306,11 +325,13 @@ def _ranks(path: str, ranks: Any) -> list[str]:
 def to_gufunc(ranks: dict[str, Any], outputs: Any) -> str | None:
     """Write ranks as one signature; None if a parameter or the output is not a single array.
 
-    An axis without a name gets a unique one: ``v_0``.
+    An axis without a name gets a unique one: ``v_0``. A signature has no names of batch axes.
     """
     results = list(outputs) if type(outputs) in (tuple, list) else [outputs]
     declared = [*ranks.values(), *results]
     if not ranks or not results or not all(isinstance(rank, Rank) for rank in declared):
+        return None
+    if any(rank.batch for rank in ranks.values()):
         return None
     inputs = [_group(rank, name) for name, rank in ranks.items()]
     written = [_group(rank, f"out{i}") for i, rank in enumerate(results)]
@@ -333,8 +354,16 @@ class Decorator(Protocol):
     def __call__(self, fun: Callable[P, R], /) -> Kernel[P, R]: ...
 
 
+class ReducingDecorator(Protocol):
+    """The same for reductions that return something else, such as indices or `Several`."""
+
+    def __call__(self, fun: Callable[P, Any], /) -> Kernel[P, Any]: ...
+
+
 @overload
-def auto_vmap(fun: Callable[P, R], /) -> Kernel[P, R]: ...
+def auto_vmap(  # pyright: ignore[reportOverlappingOverload]  # a rank may be any object
+    fun: Callable[P, R], /
+) -> Kernel[P, R]: ...
 
 
 @overload
@@ -343,8 +372,35 @@ def auto_vmap(
     ranks: Mapping[str, Any] | None = None,
     chunk_size: int | Literal["auto"] | None = "auto",
     memory_limit: int | str | None = None,
-    reduce: Any = None,
+    reduce: ReductionName | None = None,
     reduce_axis: int | Sequence[int] | None = None,
+    over: str | Sequence[str] | None = None,
+    where: None = None,
+    batch_shape: int | Sequence[int] | None = None,
+    checkpoint: bool | None = None,
+    jit: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    progress: ProgressOption = False,
+    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
+    bucket: bool | Sequence[int] = False,
+    batched: bool = False,
+    cpu_math: bool = False,
+    xla_cpu: bool = True,
+    hoist: bool = True,
+    **named_ranks: RankTree,
+) -> Decorator: ...
+
+
+@overload
+def auto_vmap(
+    *positional_ranks: Any,
+    ranks: Mapping[str, Any] | None = None,
+    chunk_size: int | Literal["auto"] | None = "auto",
+    memory_limit: int | str | None = None,
+    reduce: Reduce = None,
+    reduce_axis: int | Sequence[int] | None = None,
+    over: str | Sequence[str] | None = None,
     where: str | int | None = None,
     batch_shape: int | Sequence[int] | None = None,
     checkpoint: bool | None = None,
@@ -358,8 +414,8 @@ def auto_vmap(
     cpu_math: bool = False,
     xla_cpu: bool = True,
     hoist: bool = True,
-    **named_ranks: Any,
-) -> Decorator: ...
+    **named_ranks: RankTree,
+) -> ReducingDecorator: ...
 
 
 def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **named: Any) -> Any:
@@ -380,15 +436,17 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     *positional_ranks : int, None, str, SplitKey, or a pytree prefix of these
         How many core axes one item of each argument has, in the order of the parameters. An int
         counts them: 0 for a scalar, 1 for a vector. A string names them: ``"n 3"``. One string with
-        parentheses is a signature of the kernel: ``"(n,3),(n)->()"``. ``None``, or no rank, passes
+        parentheses is a signature of the kernel: ``"(n,3),(n)->()"``. Left of a bar are the names
+        of batch axes: ``x="i | 3", y="j | 3"``. ``None``, or no rank, passes
         any Python object through. An argument that is ``None`` passes through, too. `SplitKey`
         splits a random key, and `Mask` says which rows of a `Ragged` item are real. A tree of ranks
         spreads over a pytree; `ranks_like` makes one from an example. Parameters without a rank get
         one from their jaxtyping annotation. See :doc:`/declaring`.
     ranks : dict, optional
-        Ranks by parameter name, also for parameters that share their name with an option.
+        Ranks by parameter name, whatever the parameters are called.
     **named_ranks : int, None, str, or a pytree prefix of these
-        Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
+        Ranks by parameter name; the only way for keyword-only parameters. A parameter wins over the
+        option of its name, which ``with_options`` takes. One rank on ``*args``
         applies to each of them; a rank on ``**kwargs`` applies to each value without its own.
 
     Memory
@@ -414,11 +472,13 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         ``chunk_size=None``, the reduced outputs are never stored. See :doc:`/howto/reduce`.
     reduce_axis : int or tuple of int, optional
         The axes of the batch shape that are reduced, counted as in NumPy. None: all of them.
+    over : str or tuple of str, optional
+        The same by name, for batch axes that have names: ``over="j"``. See :ref:`names`.
     where : str or int, optional
-        The key, field or index of the output that says whether an item counts: one boolean. An
-        output inside another is given by its path: ``"['masks']['ok']"``. Items left out add
-        nothing to results and gradients, even if they are infinite or NaN. See
-        :ref:`items-that-count`.
+        The argument that says whether an item counts, one boolean with a rank; or the key, field or
+        index of such an output. An output inside another is given by its path:
+        ``"['masks']['ok']"``. Items left out add nothing to results and gradients, even if they are
+        infinite or NaN. See :ref:`items-that-count`.
 
     Programs
     --------
@@ -559,9 +619,6 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
     site = f"auto_vmap({function_name(fun)})"
-    given = {name: value for name, value in named.items() if name in NAMES}
-    named_ranks = {name: rank for name, rank in named.items() if name not in NAMES}
-    # First, because an option that is refused may be meant as the rank of a parameter.
-    declaration = declare(fun, positional, named_ranks, ranks, given, NAMES, annotated_ranks)
+    declaration, given = declare(fun, positional, named, ranks, {*NAMES}, annotated_ranks)
     plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Members("kernels")))
     return plain.with_explicit(checked_options(given, site), site)

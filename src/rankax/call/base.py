@@ -26,7 +26,6 @@ from rankax.core.base.trees import check_outputs
 from rankax.core.loop.spec import PLACE, index_without_fill, item_key
 from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Plan, Tiles
 from rankax.core.protocols import Form
-from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.core.trace.programs import (
     CollectiveError,
@@ -150,7 +149,7 @@ class Call(abc.ABC):
                 leaves[position] = jnp.reshape(leaves[position], shape)
         return leaves
 
-    def on_item(self, plan: Plan) -> Callable[..., Any]:
+    def on_item(self, plan: Plan, reductions: Reductions | None = None) -> Callable[..., Any]:
         """Return the kernel as a function of one item of each mapped leaf, then split numbers."""
         whole = self.reshaped(plan)
         positions = [*plan.mapped, *(split.position for split in plan.splits)]
@@ -163,6 +162,7 @@ class Call(abc.ABC):
             for position, item in zip(plan.mapped, items, strict=False):
                 leaves[position] = item
             marks: list[Any] = []
+            counts: Any = True
             for split, number in zip(plan.splits, numbers, strict=True):
                 axes = [axis for axis, stride in enumerate(split.strides) if stride]
                 if split.position == NO_ARRAY:
@@ -171,11 +171,12 @@ class Call(abc.ABC):
                 shape, key = plan.batch_shape, leaves[split.position]
                 number = index_without_fill(number, shape, axes, self.lengths)
                 leaves[split.position] = item_key(key, number)
+            if marks:
+                counts = functools.reduce(operator.and_, marks)
+            if reductions is not None:
+                return reductions.marked(self.evaluate(leaves, plan), self.paths, leaves, counts)
             if not marks:
                 return self.evaluate(leaves, plan)
-            counts = functools.reduce(operator.and_, marks)
-            if plan.reduced:
-                return Marked(self.evaluate(leaves, plan), counts)
             return _gated_item(self.fun, lambda: self.evaluate(leaves, plan), counts)
 
         return on_item
@@ -196,7 +197,7 @@ class Call(abc.ABC):
 
     def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the kernel for one item; loops evaluate this program."""
-        fun = self.on_item(plan)
+        fun = self.on_item(plan, reductions)
         avals = [
             with_shape(jax.typeof(self.leaves[i]), core)
             for i, core in zip(plan.mapped, plan.cores, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from rankax.core.base.trees import (
     leaves_with_names,
     refusal_of_sparse,
 )
-from rankax.core.declare.dims import Rank
+from rankax.core.declare.dims import Dim, Rank
 from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
 from rankax.core.plan.report import call_error, output_error
 from rankax.core.plan.schedule import (
@@ -79,6 +80,8 @@ class KernelSpec:
         if isinstance(tree := declaration.ranks.get(self.many), Items):
             self.by_name = {key: rank for key, rank in tree.entries.items() if rank is not None}
         self.loose = of_many.get(inspect.Parameter.VAR_POSITIONAL, "")
+        # Whether to warn of one array that is two arguments, whose items a reduction pairs.
+        self.warns_of_pairs = self.preset.reduce is not None and not declaration.axes
         self.defaults = {
             name: parameter.default
             for name, parameter in parameters.items()
@@ -95,8 +98,18 @@ class KernelSpec:
         """
         return KeptDict("functions of jit=True"), KeptDict("programs of jit=True")
 
+    @functools.cached_property
+    def unnamed(self) -> KernelSpec:
+        """The same kernel, of whose batch axes none has a name."""
+        declaration = dataclasses.replace(self.declaration, axes=())
+        explicit = {name: value for name, value in self.explicit.items() if name != "over"}
+        unnamed = KernelSpec(self.fun, declaration, explicit, self.members)
+        unnamed.warns_of_pairs = False
+        return unnamed
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "programs"}  # a copy compiles itself
+        own = ("programs", "unnamed")  # a copy compiles itself
+        return {k: v for k, v in vars(self).items() if k not in own}
 
     def options(self) -> Options:
         """Return the options of a call made now."""
@@ -292,6 +305,7 @@ class Structure:
 
     paths: tuple[str, ...]  # of each leaf, in the caller's words
     ranks: tuple[Rank | None, ...]  # of each leaf
+    axes: tuple[str, ...]  # the names of batch axes
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
     nodes: dict[int, Any]  # by leaf, without values, those that a wrapper replaces
@@ -337,9 +351,10 @@ class KernelCall(Call):
                 for leaf, rank in zip(self.leaves, ranks, strict=True)
             ]
         )
-        batch_shape = options.batch_shape
+        batch_shape, names = options.batch_shape, self.structure.axes
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
+        over = options.reduce_axis if options.over is None else options.over
         chunk_size, tiles = sizes_of(options, tiles)
 
         def make() -> Plan:
@@ -349,18 +364,17 @@ class KernelCall(Call):
                 if rank is not None and shape is not None
             ]
             if batch_shape is not None:
-                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
+                own = Rank(0, batch=() if self.cut is None else names)
+                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, own)]
             reduce = "" if options.reduce is None else str(options.reduce)
-            axes = () if options.reduce is None else options.reduce_axis
-            return plan_ranks(self.fun, arrays, wrong, reduce, axes)
+            axes = () if options.reduce is None else self.reduced_axes(options)
+            return plan_ranks(self.fun, arrays, wrong, reduce, axes, names)
 
         def wrong(leaves: Any, ranks: Any, clashes: Any, sizes: Any) -> Exception:
-            return call_error(self.fun, leaves, ranks, clashes, sizes, self.untouched())
+            untouched = self.untouched()
+            return call_error(self.fun, leaves, ranks, clashes, sizes, untouched, names)
 
-        plans, key = (
-            self.structure.plans,
-            (shapes, batch_shape, options.reduce, options.reduce_axis),
-        )
+        plans, key = self.structure.plans, (shapes, batch_shape, options.reduce, over)
         try:
             plan = plans.get_or_make(key, make)
         except BatchShapeError as error:
@@ -376,6 +390,18 @@ class KernelCall(Call):
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
             plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))
         return plan
+
+    def reduced_axes(self, options: Options) -> int | tuple[int, ...] | None:
+        """Return which axes are reduced, as ``reduce_axis`` says it."""
+        if options.over is None:
+            return options.reduce_axis
+        names = self.structure.axes
+        if absent := [name for name in options.over if name not in names]:
+            raise ValueError(
+                f"{self.site}: over={absent[0]!r} has nothing to reduce: no argument of this call "
+                f"has the batch axis {absent[0]!r} (they have {listed(names) or 'none'})"
+            )
+        return tuple(names.index(name) - len(names) for name in options.over)
 
     @property
     def ranked(self) -> list[int]:
@@ -512,7 +538,32 @@ def bind(
             check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
     for i in structure.keys:
         kernel.check_key(leaves[i], structure.paths[i], structure.ranks[i])
+    is_twice = kernel.warns_of_pairs and len({*map(id, leaves)}) < len(leaves)
+    if is_twice and not shapes_only:
+        _warn_of_pairs(call)
     return call
+
+
+def _warn_of_pairs(call: KernelCall) -> None:
+    """Warn, once per kernel, if all pairs of an array with itself may be meant."""
+    first: dict[tuple[int, Rank], str] = {}
+    for leaf, path, rank in zip(call.leaves, call.paths, call.structure.ranks, strict=True):
+        shape = np.shape(leaf)
+        if rank is None or math.prod(shape[: len(shape) - rank.rank]) < 2:
+            continue
+        other = first.setdefault((id(leaf), rank), path)
+        if other.split("[")[0].split(".")[0] == path.split("[")[0].split(".")[0]:
+            continue
+        dims = rank.dims if rank.dims is not None else (Dim("_"),) * rank.rank
+        i, j = (dataclasses.replace(rank, dims=dims, batch=(name,)) for name in "ij")
+        warnings.warn(
+            f"{call.site}: {other} and {path} are the same array, and each of its items meets only "
+            f"itself. For all pairs, pass {other}[:, None], or name the axes: {other}={i}, "
+            f"{path}={j}, over='j'. If this is meant, {other}={i}, {path}={i} says so",
+            stacklevel=caller_level(),
+        )
+        call.kernel.warns_of_pairs = False
+        return
 
 
 def refuse_nodes(call: KernelCall) -> KernelCall:
@@ -585,7 +636,11 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
     plans, fillings = Kept[Any](1024, "plans"), Kept[Any](1024, "how batches are padded")
-    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), nodes, plans, fillings)
+    used = {axis for rank in ranks if rank is not None for axis in rank.batch}
+    axes = tuple([axis for axis in kernel.declaration.axes if axis in used])
+    return Structure(
+        tuple(paths), tuple(ranks), axes, tuple(lists), tuple(keys), nodes, plans, fillings
+    )
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:

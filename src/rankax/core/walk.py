@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from rankax.core.base.arrays import in_32_bits, is_narrow
 from rankax.core.base.sizes import at_most
@@ -314,7 +314,18 @@ class _Walk:
             self.nest.reductions,
             self.jaxpr,
             self.nest.rules,
+            self._masks,
         )
+
+    @property
+    def _masks(self) -> dict[int, int]:
+        """The masks among the outputs that are arguments, each with its place among the leaves."""
+        nest = self.nest
+        inputs = dict(zip(self.jaxpr.invars[self.consts :], nest.inputs, strict=False))
+        masks = {own.mask for own in self.item.outputs if own.mask is not None}
+        variables = {mask: self.jaxpr.outvars[mask] for mask in masks}
+        given = {m: inputs.get(v) for m, v in variables.items() if not isinstance(v, Literal)}
+        return {m: nest.plan.mapped.index(i) for m, i in given.items() if i in nest.plan.mapped}
 
     def _with(self, consts: Sequence[Any]) -> ItemProgram:
         """Return the item with these constants."""

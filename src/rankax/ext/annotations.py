@@ -165,7 +165,8 @@ def _is_alias(hint: Any) -> bool:
 def _mark(hint: Any) -> Any:
     """Return `SplitKey`, or the `Mask`, in ``Annotated[..., Mask("n")]``."""
     metadata = getattr(hint, "__metadata__", ())
-    return next((x for x in metadata if x is SplitKey or isinstance(x, Mask)), None)
+    marks: Any = (Mask, SplitKey)
+    return next((x for x in metadata if x is SplitKey or isinstance(x, marks)), None)
 
 
 def _rank(hint: Any, seen: Seen) -> Any:
@@ -176,8 +177,8 @@ def _rank(hint: Any, seen: Seen) -> Any:
         raise RecursionError
     if isinstance(mark, Mask):
         return mask_rank(mark)
-    if SplitKey in (hint, mark):
-        return _split_key(hint, seen)
+    if SplitKey in (hint, mark) or isinstance(mark, SplitKey):
+        return _split_key(hint, seen, getattr(mark, "axes", ()))
     if _is_subclass(hint, jaxtyping.AbstractArray):
         rank = parse_dims(hint.dim_str)
         if rank is None or hint.dtypes != _ONE_KEY.dtypes:
@@ -207,12 +208,12 @@ def _rank(hint: Any, seen: Seen) -> Any:
     return None
 
 
-def _split_key(hint: Any, seen: Seen) -> Rank:
+def _split_key(hint: Any, seen: Seen, axes: tuple[str, ...]) -> Rank:
     """Read ``Annotated[PRNGKeyArray, SplitKey]``, also with `Any` in place of the key type."""
     if hint is not SplitKey:
         base = _rank(typing.get_args(hint)[0], seen)
         if base is None or (isinstance(base, Rank) and base.is_key and base.rank == 0):
-            return key_rank()
+            return key_rank(axes)
     raise ValueError(
         "SplitKey annotates the type of a single key, as in "
         "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"

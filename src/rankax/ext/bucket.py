@@ -57,7 +57,8 @@ def filling_of(call: KernelCall, options: Options) -> Filling | None:
     if not options.bucket:
         return None
     shapes = tuple([getattr(x, "shape", None) for x in call.leaves])
-    key = shapes, options.bucket, options.batch_shape, options.reduce, options.reduce_axis
+    over = options.over or options.reduce_axis
+    key = shapes, options.bucket, options.batch_shape, options.reduce, over
     filling = call.structure.fillings.get_or_make(key, lambda: _filling_of(call, options))
     for i in filling.shapes if filling and options.devices is None else ():
         if is_spread(call.leaves[i]):
@@ -86,8 +87,8 @@ def _filling_of(call: KernelCall, options: Options) -> Filling | None:
                 most = options.bucket[-1] if isinstance(options.bucket, tuple) else ""
                 raise ValueError(
                     f"{call.site}: {call.structure.paths[i]} has {length} items along batch axis "
-                    f"{axis}, but the largest bucket is {most}; add a larger one, or use "
-                    "bucket=True, which has no end"
+                    f"{plan.words[axis]}, but the largest bucket is {most}; add a larger one, or "
+                    "use bucket=True, which has no end"
                 )
             shape[axis] = size
     row = math.prod(plan.batch_shape[axis] for axis in plan.reduced)

@@ -117,8 +117,9 @@ class _SingleItems:
     """The items of a bound call, by themselves."""
 
     def __init__(self, call: KernelCall) -> None:
-        self.call, self.shell = call, dense_shell(call)
+        self.shell = dense_shell(call)
         self.ragged = RaggedCall.of(call, None) if call.structure.nodes else None
+        self.call = call = self.ragged.call if self.ragged else call
         self.dim_of = self.ragged.dim_of if self.ragged else {}
         self.plan = self.ragged.dense if self.ragged else call.plan_whole(call.kernel.options())
         self.shape = self.plan.batch_shape
@@ -153,7 +154,7 @@ class _SingleItems:
     def evaluate(self, own: Mapping[int, Any], lengths: Sequence[Any] | None = None) -> list[Any]:
         """Evaluate one item; if its rows were filled up, ``lengths`` says how many are real."""
         leaves = [own.get(i, x) for i, x in enumerate(self.call.leaves)]
-        call = rebind(self.call.kernel, self.shell, leaves, self.call.others)
+        call = rebind(self.call.kernel.unnamed, self.shell, leaves, self.call.others)
         if self.ragged and lengths is not None:
             names, most = self.ragged.dims, {d: len(own[i]) for i, d in self.dim_of.items()}
             call.masks = {names[d]: jnp.arange(n) < lengths[d] for d, n in most.items()}
@@ -220,7 +221,7 @@ def check(
     checked_int(seed, f"{site}: seed must be an int, got")
     check_bool(gradient, site, "gradient")
     # Compare items: the reduction of a sample says nothing about the reduction of all.
-    kernel = kernel.with_options(reduce=None, reduce_axis=None, where=None)
+    kernel = kernel.with_options(reduce=None, reduce_axis=None, over=None, where=None)
     call = bind(kernel.spec, args, kwargs, takes_nodes=True)
     meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in call.leaves]
     if any(AxisType.Explicit in getattr(mesh, "axis_types", ()) for mesh in meshes):
@@ -416,8 +417,8 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     check_bool(gradient, site, "gradient")
     options = spec.options()
     given = {name: getattr(options, name) for name in NAMES}
-    others: dict[str, Any] = {"reduce_axis": None, "where": None, "batched": False}
-    others |= {"jit": False, "compiler_options": None, "reduce": None}
+    others: dict[str, Any] = {"reduce_axis": None, "over": None, "where": None}
+    others |= {"batched": False, "jit": False, "compiler_options": None, "reduce": None}
     call = bind(spec, args, kwargs, takes_nodes=True)
     call.kernel = KernelSpec(spec.fun, spec.declaration, {**given, **others}, spec.members)
     them = _SingleItems(call)
@@ -427,6 +428,7 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
         dims = them.ragged.dims if them.ragged else ()
         odd = _is_odd(spec, dims, options.where, gradient)
         odd = KernelSpec(*odd, {**given, **others}, spec.members)
+        odd.warns_of_pairs = False
         found, first = kernel.run(bind(odd, args, kwargs, takes_nodes=True))
         count = int(found)
         flat = np.asarray(first.indices)[:count]
@@ -453,7 +455,7 @@ def _is_odd(
     @functools.wraps(spec.fun)
     def is_odd(*args: Any, **kwargs: Any) -> jax.Array:
         masks = {dim: kwargs.pop(name) for name, dim in names.items()}
-        call = bind(spec, args, kwargs)
+        call = bind(spec.unnamed, args, kwargs)
         call.masks = masks
         places = [i for i, leaf in enumerate(call.leaves) if gradient and has_tangent(leaf)]
 
@@ -477,7 +479,7 @@ def _is_odd(
             pairs = zip(grads, (call.structure.ranks[i] for i in places), strict=True)
             is_bad = ~is_bad & ~_is_finite([_real(x, rank, has_rows) for x, rank in pairs])
         if where is not None:
-            is_bad &= find_mask(out, where)[1]
+            is_bad &= find_mask(out, where, dict(zip(call.paths, call.leaves, strict=True)))[1]
         return is_bad.astype(jnp.int32)
 
     seen = {"outputs": None, "masks": names, "written": written}

@@ -32,7 +32,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from rankax.core.base.sizes import at_most
 from rankax.core.declare.dims import Rank
-from rankax.core.plan.schedule import LeafPlan, Plan, broadcast
+from rankax.core.plan.schedule import LeafPlan, Plan, broadcast, leaf_plan
 from rankax.core.trace.programs import ItemProgram, with_variables
 from rankax.core.walk import Nest
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, cost, numbers_of
@@ -181,6 +181,12 @@ def _piece(axes: Axes, eqns: Sequence[Any], makes: Sequence[Any]) -> Piece:
     return Piece(axes, kept[::-1], list(reads), list(makes))
 
 
+def share(jaxpr: Jaxpr, variable: Any) -> float:
+    """Return which part of the operations of a program a variable needs; 0 if they are few."""
+    work = cost(_piece(frozenset(), jaxpr.eqns, [variable]).eqns, _operations)
+    return work / cost(jaxpr.eqns, _operations) if work >= _LEAST_PER_NUMBER else 0
+
+
 def hoist(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -> Apart | None:
     """Take the pieces out of an item that are worth it, or those ``chosen`` before.
 
@@ -199,12 +205,12 @@ def hoist(item: ItemProgram, plan: Plan, chosen: Sequence[Axes] | None = None) -
     for piece in found:
         reads = [v for v in leaf_of if v in piece.reads]
         leaves = [leaf_of[v] for v in reads]
-        shape, _ = broadcast([(i, leaf.batch_axes) for i, leaf in enumerate(leaves)])
+        shape, _ = broadcast([(i, leaf.lengths) for i, leaf in enumerate(leaves)])
         path = f"f({', '.join(dict.fromkeys(leaf.path for leaf in leaves))})"
         for v in piece.makes:
             position += 1
             core, rank = tuple(v.aval.shape), Rank(v.aval.ndim)
-            leaf_of[v] = LeafPlan(path, shape + core, rank.rank, core, shape, rank, False, position)
+            leaf_of[v] = leaf_plan(path, shape + core, rank, position)
         whole = Plan(plan.kernel, shape, tuple(leaves), ()).cut(None)
         size = math.prod(shape) * sum(map(bytes_of, piece.makes))
         makes = tuple([leaf_of[v] for v in piece.makes])
@@ -285,10 +291,11 @@ def _program(item: ItemProgram, piece: Piece, inputs: Sequence[Any]) -> ItemProg
     )
 
 
-def notes(hoisted: Sequence[Hoisted]) -> list[str]:
+def notes(hoisted: Sequence[Hoisted], whole: Plan) -> list[str]:
     """Name what is hoisted, for a plan."""
     return [
-        f"{own.makes[0].path}: once for each of {math.prod(own.plan.batch_shape)}, "
+        f"{own.makes[0].path}: once for each of {math.prod(own.plan.batch_shape)}"
+        f"{''.join(f' {whole.words[axis]}' for axis in sorted(own.axes) if whole.names)}, "
         f"{max(1, own.bytes // 1000)} kB"
         for own in hoisted
     ]

@@ -74,7 +74,7 @@ def prepared(
         call.leaves[i] = streamed(call.leaves[i], paths[i], site)
     ragged = RaggedCall.of(call, None) if call.structure.nodes else None
     if ragged is not None:
-        call = filled_up(ragged, site)
+        mapped, call = Kernel(ragged.call.kernel), filled_up(ragged, site)
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in call.leaves):
         got = listed([f"{paths[i]} is {type(call.leaves[i]).__name__}" for i in ranked])
         raise TypeError(f"{site}: no argument with a rank is an array with axes; {got}")

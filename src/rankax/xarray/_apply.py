@@ -8,7 +8,7 @@ dimensions there, in front of the others. `_named` finds the dimensions.
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -26,7 +26,10 @@ def apply(
     *args: Any,
     core_dims: Any = None,
     output_dims: Any = None,
+    output_coords: Any = None,
     reduce_dims: Any = None,
+    dtype: Any = None,
+    to: Literal["dataset"] | None = None,
     **kwargs: Any,
 ) -> Any:
     r"""Call a kernel of `rankax.auto_vmap` with named arrays, whose dimensions are matched by name.
@@ -36,8 +39,9 @@ def apply(
         xarray.apply_ufunc(kernel, x, input_core_dims=[["level"]], dask="allowed")
 
     Core dimensions are matched by the names that the kernel declares, in any order. All others are
-    batch dimensions, broadcast by name. A core dimension may have a length of its own in each
-    argument and output; the coordinates along it are then left out.
+    batch dimensions, broadcast by name; a batch axis with a name, as in ``x="i | 3"``, is the
+    dimension of that name. A core dimension may have a length of its own in each argument and
+    output; the coordinates along it are then left out.
 
     Parameters
     ----------
@@ -57,9 +61,17 @@ def apply(
         The names of the outputs' core dimensions; for several outputs, a tree like the output of
         the kernel with one entry for each array, or a dict by path. By default, the names that the
         kernel declares; a name shared with an argument stands for the dimension of that argument.
+    output_coords : dict, optional
+        Coordinates of the outputs' core dimensions: ``{"degree": [2, 1, 0]}``.
     reduce_dims : str or tuple of str, optional
         The batch dimensions that a kernel with ``reduce`` reduces, instead of its ``reduce_axis``.
-        By default all of them.
+        By default those of its option ``over``, or all of them.
+    dtype : dtype, optional
+        To which floats of the named arrays are converted, such as ``"float32"`` for data of 64
+        bits.
+    to : "dataset", optional
+        Return one `xarray.Dataset`, whatever the kernel returns. With a Dataset among the arguments
+        its variables are called ``t2m_trend``, ``sst_trend``: the variable, then the output.
 
     Returns
     -------
@@ -68,7 +80,7 @@ def apply(
         a dict, NamedTuple or dataclass; a tuple for a tuple. With a Dataset among the arguments,
         each array is a Dataset with the same variables, and a dict remains a dict. xarray's rules
         decide which coordinates, names and attributes are kept (`xarray.set_options` of
-        ``keep_attrs``).
+        ``keep_attrs``); ``units`` are left out, unless ``keep_attrs=True`` is set.
 
         If the data are dask or cubed arrays, so are the results, and nothing is computed yet.
 
@@ -107,11 +119,16 @@ def apply(
             f"{site}: the axes of batch_shape={declared.preset.batch_shape} have no names; pass a "
             "DataArray that has these dimensions, and kernel.with_options(batch_shape=None)"
         )
+    if to not in (None, "dataset"):
+        raise ValueError(f"{site}: to must be 'dataset' or None, got {to!r}")
     call = flatten(declared, args, kwargs)
-    named = _named.named_leaves(call, core_dims, site)
+    named = _named.named_leaves(call, core_dims, _named.checked_dtype(dtype, site), site)
     batch = _named.batch_dims(named.values(), site)
     reduced = _named.reduced_dims(declared, reduce_dims, batch, site)
     dims = [leaf.dims(reduced, site) for leaf in named.values()]
+    if declared.declaration.axes:  # xarray has compared them
+        kernel = Kernel(declared.unnamed)
+        declared = kernel.spec
     reduce, axes = declared.preset.reduce, None
     if reduce is not None:
         axes = tuple(range(-len(reduced), 0))
@@ -157,4 +174,6 @@ def apply(
         exclude_dims=_named.resized_dims(named.values(), jax.tree.leaves(out), out_dims),
         dask="allowed",
     )
-    return _named.assembled(treedef.unflatten([results] if len(out_dims) == 1 else results))
+    tree = treedef.unflatten([results] if len(out_dims) == 1 else results)
+    tree = _named.with_coords(tree, {} if output_coords is None else output_coords, out_dims, site)
+    return _named.assembled(tree) if to is None else _named.as_dataset(tree, declared.name)

@@ -54,9 +54,13 @@ class NamedLeaf(NamedTuple):
         for at, variable in self.variables:
             if absent := [dim for dim in dims if dim not in variable.dims]:
                 what = "core" if absent[0] in self.core else "reduced"
+                names = [
+                    str(name) for name, x in self.value.data_vars.items() if {*dims} <= {*x.dims}
+                ]
+                advice = f"; leave it out: {self.path}[{names}]" if names else ""
                 raise ValueError(
                     f"{site}: {at} lacks the {what} dimension {absent[0]!r}, which other variables "
-                    f"of {self.path} have"
+                    f"of {self.path} have{advice}"
                 )
         return dims
 
@@ -74,8 +78,24 @@ class NamedLeaf(NamedTuple):
         return jax.ShapeDtypeStruct(sizes, variable.dtype.newbyteorder("="))
 
 
-def named_leaves(call: KernelCall, core_dims: Any, site: str) -> dict[int, NamedLeaf]:
-    """Return the named arrays among the leaves of a call, by position."""
+def checked_dtype(value: Any, site: str) -> Any:
+    """Return a dtype of floats."""
+    if value is None or jnp.issubdtype(value, jnp.floating):
+        return None if value is None else jnp.dtype(value)
+    raise TypeError(f"{site}: dtype must be one of floats, such as 'float32', got {value!r}")
+
+
+def _converted(value: Any, dtype: Any) -> Any:
+    """Convert the floats of a named array, or of all variables of a Dataset."""
+    if dtype is None:
+        return value
+    if isinstance(value, xr.Dataset):
+        return value.assign({name: _converted(x, dtype) for name, x in value.data_vars.items()})
+    return value.astype(dtype) if value.dtype.kind == "f" else value
+
+
+def named_leaves(call: KernelCall, core_dims: Any, dtype: Any, site: str) -> dict[int, NamedLeaf]:
+    """Return the named arrays among the leaves of a call, by position; floats get this dtype."""
     triples = [*zip(call.paths, call.leaves, call.structure.ranks, strict=True)]
     triples += [(name, value, None) for name, value in call.others.items()]
     found: dict[int, NamedLeaf] = {}
@@ -86,7 +106,14 @@ def named_leaves(call: KernelCall, core_dims: Any, site: str) -> dict[int, Named
                     f"{site}: {path} is an xarray object, but it has no rank; give it one, or pass "
                     "its values"
                 )
+            value = _converted(value, dtype)
             core = _core_dims(rank, core_dims, [*value.dims], path, site)
+            if absent := [repr(axis) for axis in rank.batch if axis not in value.dims]:
+                raise ValueError(
+                    f"{site}: {path} has rank {rank}, but not the dimension "
+                    f"{listed(absent, 'or')}: it has "
+                    f"{listed([repr(d) for d in value.dims]) or 'none'}; rename one"
+                )
             found[i] = NamedLeaf(value, path, rank, core)
             _check_variables(found[i], site)
         elif rank is not None and not is_number(value) and jnp.ndim(value) != rank.rank:
@@ -207,6 +234,7 @@ def reduced_dims(kernel: KernelSpec, reduce_dims: Any, batch: Dims, site: str) -
                 f"{site}: reduce_dims={reduce_dims!r} needs a kernel with the option reduce"
             )
         return ()
+    reduce_dims = options.over if reduce_dims is None else reduce_dims
     if reduce_dims is None:
         if options.reduce_axis is not None:
             raise ValueError(
@@ -348,3 +376,43 @@ def assembled(tree: Any) -> Any:
     if all(isinstance(leaf, xr.DataArray) for leaf in named.values()):
         return xr.Dataset(named)
     return named
+
+
+def with_coords(tree: Any, coords: Any, all_dims: Sequence[Sequence[str]], site: str) -> Any:
+    """Give outputs coordinates along their core dimensions, and take units from them.
+
+    A kernel may return something of other units than its arguments have.
+    """
+    if not isinstance(coords, Mapping):
+        raise TypeError(
+            f"{site}: output_coords must map dimensions of outputs to coordinates, as in "
+            f"{{'degree': [2, 1, 0]}}, got {type(coords).__name__} {coords!r}"
+        )
+    known = {dim for dims in all_dims for dim in dims}
+    if absent := [dim for dim in coords if dim not in known]:
+        raise ValueError(
+            f"{site}: output_coords names {absent[0]!r}, but the core dimensions of outputs are "
+            f"{listed([repr(dim) for dim in sorted(known)]) or 'none'}"
+        )
+
+    def changed(leaf: Any) -> Any:
+        if own := {dim: x for dim, x in coords.items() if dim in leaf.dims}:
+            leaf = leaf.assign_coords(own)
+        if xr.get_options()["keep_attrs"] == "default":
+            for x in leaf.data_vars.values() if isinstance(leaf, xr.Dataset) else [leaf]:
+                x.attrs.pop("units", None)
+        return leaf
+
+    return jax.tree.map(changed, tree, is_leaf=lambda x: isinstance(x, (xr.DataArray, xr.Dataset)))
+
+
+def as_dataset(tree: Any, name: str) -> Any:
+    """Return one Dataset; names begin with the variable, if an argument is a Dataset."""
+    variables: dict[str, Any] = {}
+    for path, leaf in leaves_with_names(tree, ""):
+        own = "_".join(re.findall(r"\w+", path))
+        if isinstance(leaf, xr.Dataset):
+            variables |= {f"{v}_{own}".strip("_"): x for v, x in leaf.data_vars.items()}
+        else:
+            variables[own or leaf.name or name] = leaf
+    return xr.Dataset(variables)

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -139,16 +139,22 @@ class ByKey:
     of_subclass: Callable[[type], Mapping[str, Any]]  # returns the entries for a subclass
 
 
+class HasFields(Protocol):
+    """A dataclass, such as a pytree of entries."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
 class TooDeepError(ValueError):
     """Raised for a prefix with a container in the place of an array."""
 
 
 def entries(prefix: Any) -> Iterator[Any]:
-    """Yield the entries of a prefix in any order; a recursive prefix is visited once."""
+    """Yield the entries of a prefix, those of a node last; a recursive prefix is visited once."""
     seen: set[int] = set()
     waiting = [prefix]
     while waiting:
-        for node in jax.tree.leaves(waiting.pop(), is_leaf=lambda x: x is None):
+        for node in jax.tree.leaves(waiting.pop(0), is_leaf=lambda x: x is None):
             if not isinstance(node, (ByKey, Items, Node)):
                 yield node
             elif id(node) not in seen:

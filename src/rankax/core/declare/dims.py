@@ -75,14 +75,15 @@ class Rank:
     is_key: bool = False  # of typed PRNG keys
     is_split: bool = False  # a key that is split, one for each item
     is_mask: bool = False  # says which rows are real; not passed by callers
+    batch: tuple[str, ...] = ()  # the names of the batch axes next to the core axes
 
     def __str__(self) -> str:
-        if self.is_split:
-            return "SplitKey"
         if self.dims is None:
             return str(self.rank)
-        text = f'"{" ".join(dim.text for dim in self.dims)}"'
-        return f"Mask({text})" if self.is_mask else text
+        text = " ".join([*self.batch, *["|"] * bool(self.batch), *(dim.text for dim in self.dims)])
+        if self.is_split:
+            return f'SplitKey("{text}")' if text else "SplitKey"
+        return f'Mask("{text}")' if self.is_mask else f'"{text}"'
 
 
 _ANY_SHAPE = ("...", "*_")
@@ -112,6 +113,36 @@ def parse_dims(text: str) -> Rank | None:
             f"so write it first and name the core dimensions after it, as in '*batch n 3'"
         )
     return Rank(len(words), tuple(_parse_dim(word, text) for word in words))
+
+
+def parse_axes(text: str) -> tuple[tuple[str, ...], str]:
+    """Split a dimension string at its bar: the names of batch axes, and the core dimensions.
+
+    Raises
+    ------
+    ValueError
+        If something other than different names is left of the bar, or there is a second bar.
+    """
+    front, bar, core = text.partition("|")
+    words = front.split()
+    words = words[1:] if words[:1] == ["..."] else words
+    if not bar:
+        return (), text
+    problem = next((word for word in words if not word.isidentifier()), None)
+    if problem is not None:
+        problem = f"{problem!r} is no name"
+    elif twice := [word for word in words if words.count(word) > 1]:
+        problem = f"{twice[0]!r} is there twice"
+    elif "|" in core:
+        problem = "there is more than one bar"
+    elif _is_variadic((core.split() or [""])[0]):
+        problem = "batch axes without a name need no '...'"
+    if problem is None:
+        return tuple(words), core
+    raise ValueError(
+        f"the rank {text!r} cannot be read: {problem}; left of the bar are the names of batch "
+        "axes, right of it the core dimensions, as in 'i | 3', 'i j | n 3' or 'i |'"
+    )
 
 
 def _is_variadic(word: str) -> bool:

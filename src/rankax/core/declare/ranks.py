@@ -6,8 +6,9 @@ built and checked once, when the kernel is decorated.
 
 A return annotation is read only if it has one rank (`ext/annotations.py`); of explicit ranks, only
 a signature says what is returned.
-An option that shares its name with a parameter is accepted only if the parameter has a rank from
-elsewhere. Otherwise the call would be ambiguous.
+A keyword that names a parameter is its rank, and not the option of that name, so that no later
+option changes what a kernel means; an option it is only if the parameter has its explicit rank from
+elsewhere. ``with_options`` takes options only.
 
 Ranks are assigned to parameters first, or to items of ``*args`` or ``**kwargs`` (`bind_ranks`).
 """
@@ -20,7 +21,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ import numpy as np
 
 from rankax.core.base.messages import checked_int, function_name, listed, plural
 from rankax.core.base.trees import (
+    HasFields,
     Items,
     Node,
     children_of,
@@ -38,10 +40,15 @@ from rankax.core.base.trees import (
     spread_prefix,
     subtrees_with_entries,
 )
-from rankax.core.declare.dims import Dim, Rank, parse_dims
+from rankax.core.declare.dims import Dim, Rank, parse_axes, parse_dims
 from rankax.core.declare.mask import Mask, mask_rank
 from rankax.core.declare.split_key import SplitKey, key_rank
 
+# As keywords take them, so that a type checker sees ``chunksize=100``, which is no rank; in
+# ``ranks=``, any int is one.
+_Number = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+_Entry = _Number | str | type[SplitKey] | SplitKey | Mask | HasFields | None
+RankTree: TypeAlias = "_Entry | tuple[RankTree, ...] | list[RankTree] | Mapping[Any, RankTree]"
 Parameter = inspect.Parameter
 _MANY = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
@@ -230,6 +237,8 @@ class Declaration:
         The declared ranks of the outputs, if any.
     silent : frozenset of str
         Parameters without a rank whose annotations have nothing to do with arrays.
+    axes : tuple of str
+        The names of all batch axes, in the order that results have them.
     masks : dict
         The name of the dimension of each parameter of rank `Mask`.
     written : inspect.Signature, optional
@@ -240,6 +249,7 @@ class Declaration:
     ranks: dict[str, Any]
     outputs: Any
     silent: frozenset[str] = frozenset()
+    axes: tuple[str, ...] = ()
     masks: dict[str, str] = dataclasses.field(default_factory=dict)
     written: inspect.Signature | None = None
 
@@ -256,23 +266,20 @@ def declare(
     positional: tuple[Any, ...],
     named: Mapping[str, Any],
     ranks: Any,
-    options: Mapping[str, Any],
     known_options: Collection[str],
     annotated_ranks: Callable[..., tuple[dict[str, Any], Collection[str]]],
-) -> Declaration:
-    """Reduce all declared ranks of ``fun`` to the normal form.
+) -> tuple[Declaration, dict[str, Any]]:
+    """Reduce all declared ranks of ``fun`` to the normal form; return the options among ``named``.
 
     Parameters
     ----------
     fun : callable
     positional, named : tuple, dict
-        The ranks that were passed to `auto_vmap` by position and by name.
+        What was passed to `auto_vmap` by position and by name.
     ranks : dict, optional
         The option of `auto_vmap` of this name, as passed.
-    options : dict
-        The options passed by name; a parameter may have the same name.
     known_options : collection of str
-        The names of all options, to recognize misspelled ones.
+        The names of all options.
     annotated_ranks : callable
         What reads the annotations: `rankax.ext.annotations.annotated_ranks`.
     """
@@ -285,8 +292,14 @@ def declare(
             "be bound to them; wrap it in a function that names its own"
         ) from None
     by_parameter = checked_ranks(ranks, site)
+    options = _options_among(named, positional, by_parameter, signature, known_options)
+    named = {name: rank for name, rank in named.items() if name not in options}
     bound = _bound(positional, named, by_parameter, signature, site, known_options)
-    explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
+    also = dict.fromkeys(named.keys() & {*known_options}, "; as an option, pass it to with_options")
+    explicit = {
+        name: _normal(rank, f"{site}: {name}", also.get(name, ""))
+        for name, rank in bound.whole.items()
+    }
     overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
     # The annotations of a kernel that takes a batch itself describe the batch.
     takes_batch = options.get("batched") is True
@@ -304,14 +317,13 @@ def declare(
         for name, parameter in signature.parameters.items()
     }
     _check_names(explicit, trees, site)
-    in_conflict = {**options, "ranks": ranks} if by_parameter else options
-    for name, value in in_conflict.items():
-        if name in signature.parameters and name not in declared:
-            raise TypeError(
-                f"{site}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
-                f"parameter {name!r} too; give it its rank with ranks={{{name!r}: ...}}, by "
-                "position, in a signature or by annotation (None leaves it untouched)"
-            )
+    axes = _ordered_axes(trees, site)
+    if by_parameter and "ranks" in signature.parameters and "ranks" not in declared:
+        raise TypeError(
+            f"{site}: ranks={ranks!r} are ranks by name, but the kernel has a parameter 'ranks' "
+            "too; give it its rank with ranks={'ranks': ...}, by position, in a signature or by "
+            "annotation (None leaves it untouched)"
+        )
     if not explicit and not any(tree is not None for tree in trees.values()):
         other = "or annotate the parameters with jaxtyping"
         if takes_batch:
@@ -324,8 +336,26 @@ def declare(
         {name: tree for name, tree in trees.items() if tree is not None},
         bound.outputs if bound.outputs is not None else annotated.get("return"),
         frozenset(name for name in silent if implicit and name not in explicit),
+        axes,
     )
-    return _without_masks(declaration, site)
+    return _without_masks(declaration, site), options
+
+
+def _options_among(
+    named: Mapping[str, Any],
+    positional: tuple[Any, ...],
+    by_parameter: Mapping[str, Any],
+    signature: inspect.Signature,
+    known_options: Collection[str],
+) -> dict[str, Any]:
+    """Return the options: a name of a parameter is one if the parameter has its rank elsewhere."""
+    ranked = {*by_parameter}
+    if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
+        ranked |= signature.parameters.keys()
+    with contextlib.suppress(TypeError):  # too many, which is refused later
+        ranked |= signature.bind_partial(*positional).arguments.keys()
+    parameters = signature.parameters.keys() - ranked
+    return {k: v for k, v in named.items() if k in known_options and k not in parameters}
 
 
 def _bound(
@@ -402,12 +432,14 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     return Items({}, tree) if many and not (_is_rank(tree) or isinstance(tree, Items)) else tree
 
 
-def _normal(rank: Any, site: str) -> Any:
+def _normal(rank: Any, site: str, also: str = "") -> Any:
     """Turn an explicit rank, or a tree of ranks, into a tree of `Rank` and None."""
     if rank is None or isinstance(rank, Rank):
         return rank
     if rank is SplitKey:
         return key_rank()
+    if isinstance(rank, SplitKey):
+        return key_rank(rank.axes)
     if isinstance(rank, Mask):
         return mask_rank(rank)
     if isinstance(rank, str):
@@ -416,7 +448,7 @@ def _normal(rank: Any, site: str) -> Any:
         raise TypeError(f"{site}: Mask needs the name of a dimension, as in Mask('n')")
     if is_leaf(rank):
         expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
-        return Rank(checked_int(rank, f"{site}: {expected}; got", least=0))
+        return Rank(checked_int(rank, f"{site}: {expected}{also}; got", least=0))
     # The class of a container may not accept `Rank` objects as children.
     return Node(type(rank), {c.key: _normal(c.value, site + c.name) for c in children_of(rank)})
 
@@ -428,9 +460,39 @@ def _dims(text: str, site: str) -> Rank | None:
             "auto_vmap('(n,3),(n)->()'); a dimension string has no parentheses: 'n 3'"
         )
     try:
-        return parse_dims(text)
+        axes, core = parse_axes(text)
+        rank = parse_dims(core)
     except ValueError as error:
         raise ValueError(f"{site}: {error}") from None
+    return dataclasses.replace(rank, batch=axes) if rank and axes else rank
+
+
+def _ordered_axes(trees: Mapping[str, Any], site: str) -> tuple[str, ...]:
+    """Order the names of batch axes as they first appear, and as each rank has them."""
+    ranks = [(name, rank) for name, tree in trees.items() for rank in entries(tree) if rank]
+    waiting = list(dict.fromkeys(axis for _, rank in ranks for axis in rank.batch))
+    for name, rank in ranks if waiting else ():
+        for dim in rank.dims or ():
+            for axis in {dim.name, *dim.names}.intersection(waiting):
+                first = next(other for other, own in ranks if axis in own.batch)
+                raise ValueError(
+                    f"{site}: {axis!r} is a batch axis of {first}, but a core dimension of {name}, "
+                    "whose sizes are never compared; give one of them another name"
+                )
+    ordered: list[str] = []
+    while waiting:
+        left = ([axis for axis in rank.batch if axis in waiting] for _, rank in ranks)
+        behind = {axis for own in left for axis in own[1:]}
+        ready = next((axis for axis in waiting if axis not in behind), None)
+        if ready is None:
+            shown = [f"{name}={rank}" for name, rank in ranks if len(rank.batch) > 1]
+            raise ValueError(
+                f"{site}: the batch axes have no common order in {listed(shown)}; name them in the "
+                "same order, and pass the array with its axes swapped"
+            )
+        waiting.remove(ready)
+        ordered.append(ready)
+    return tuple(ordered)
 
 
 def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], site: str) -> None:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from rankax.core.declare.dims import Rank
+from rankax.core.declare.dims import Rank, parse_axes
 
 
 class SplitKey:
@@ -26,6 +24,9 @@ class SplitKey:
 
     Notes
     -----
+    *Names.* ``SplitKey("i |")`` is the rank of keys that have the batch axis ``i``, as other ranks
+    name their axes (:ref:`names`). Each of them is split over the other axes.
+
     *How many keys.* One for each item of the batch, so a key alone gives one draw. The option
     ``batch_shape=2000`` asks for 2000.
 
@@ -65,11 +66,18 @@ class SplitKey:
     True
     """
 
-    def __new__(cls, *_: object, **__: object) -> NoReturn:
-        """Refuse to create an instance; the class itself is the rank."""
-        raise TypeError("SplitKey is the rank itself, without parentheses: auto_vmap(key=SplitKey)")
+    def __init__(self, axes: str = "", /) -> None:
+        try:
+            self.axes, core = parse_axes(axes)
+        except (AttributeError, ValueError):
+            self.axes, core = (), axes
+        if not self.axes or core.strip():
+            named = f'; SplitKey("i |") names batch axes, got {axes!r}' if axes else ""
+            raise TypeError(
+                f"SplitKey is the rank itself, without parentheses: auto_vmap(key=SplitKey){named}"
+            )
 
 
-def key_rank() -> Rank:
+def key_rank(axes: tuple[str, ...] = ()) -> Rank:
     """Return the normal form of `SplitKey`."""
-    return Rank(0, (), is_key=True, is_split=True)
+    return Rank(0, (), is_key=True, is_split=True, batch=axes)

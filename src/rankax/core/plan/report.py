@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Errors about the shapes of one call: a table, and a sentence for each problem."""
 
+import dataclasses
 import inspect
 import re
 from collections import Counter
@@ -9,7 +10,7 @@ from typing import Any
 
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax.core.base.messages import function_location, listed, plural, shortened, table
-from rankax.core.declare.dims import NoSize, Rank
+from rankax.core.declare.dims import Dim, NoSize, Rank
 from rankax.core.plan.schedule import Clash, LeafPlan, Shape, bind_sizes, broadcast, leaf_plan
 
 _MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
@@ -23,6 +24,7 @@ def call_error(
     clashes: Sequence[Clash],
     sizes: Mapping[str, int],
     untouched: Sequence[tuple[str, Shape]],
+    axes: Sequence[str] = (),
 ) -> ValueError:
     """Return the error that describes all problems with the shapes of a call.
 
@@ -38,6 +40,8 @@ def call_error(
         The sizes of the named core dimensions.
     untouched : sequence of (path, shape)
         The arrays without a rank.
+    axes : sequence of str
+        The names of batch axes.
 
     Returns
     -------
@@ -45,7 +49,7 @@ def call_error(
         The first of these with a problem; the text lists the problems of all three kinds.
     """
     paths = [leaf.path for leaf in leaves]
-    short = [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]
+    short = [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank + len(leaf.names)]
     kinds: list[type[ValueError]] = [RankError] if short else []
     sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short[:_EXAMPLES]]
     if (others := len(short) - _EXAMPLES) > 0:
@@ -61,24 +65,26 @@ def call_error(
         for x in sorted(filter(None, tuples - longer))
     ]
     for clash in clashes:
-        kinds.append(BatchShapeError if isinstance(clash.axis, int) else CoreDimensionError)
+        kinds.append(CoreDimensionError if isinstance(clash.axis, Dim) else BatchShapeError)
         sentences.append(_clash_sentence(clash, paths, sizes))
     if not short:
         # A hint applies to whole parameters, but not to those that also hold untouched arrays.
         mixed = {_parameter(path) for path, _ in untouched}
         names = [path if _parameter(path) in mixed else _parameter(path) for path in paths]
-        hints = _last_axis_first(leaves, ranks, clashes, names)
-        if kinds == [BatchShapeError]:
+        hints = _last_axis_first(leaves, ranks, clashes, names, axes)
+        if kinds == [BatchShapeError] and not axes:
             vectors = [] if hints else _vectors(leaves, clashes[0], names)
             hints += [*_outer_product(leaves, clashes[0], names), *vectors]
         sentences += [*hints, *_unlike_items(leaves, clashes)]
-    rows = [(leaf.path, str(leaf.shape), leaf.declared, str(leaf.batch_axes)) for leaf in leaves]
+    rows = [(leaf.path, str(leaf.shape), leaf.declared, _batch_axes(leaf)) for leaf in leaves]
     for i in short:
         rows[i] = (*rows[i][:3], "too few axes")
     lines = [f"    {line}" for line in untouched_line(untouched)]
     header = ("argument", "shape", "rank", "batch axes")
     shown = "\n".join([_marked_table(header, rows, short, clashes), *lines])
     summaries = listed([_SUMMARIES[kind] for kind in dict.fromkeys(kinds)])
+    if any(isinstance(clash.axis, str) for clash in clashes):
+        summaries = summaries.replace("do not broadcast together", "disagree")
     return kinds[0](_text(fun, summaries, shown, sentences))
 
 
@@ -139,8 +145,21 @@ def _marked_table(
     return "\n".join(body)
 
 
+def _batch_axes(leaf: LeafPlan) -> str:
+    """Write the lengths of its batch axes, with their names."""
+    if not leaf.names:
+        return str(leaf.batch_axes)
+    front = ("",) * (len(leaf.batch_axes) - len(leaf.names))
+    pairs = zip((*front, *(f"{name}=" for name in leaf.names)), leaf.batch_axes, strict=False)
+    return f"({', '.join(f'{name}{n}' for name, n in pairs)})"
+
+
 def _too_few(leaf: LeafPlan, rank: Rank, sizes: Mapping[str, int]) -> str:
-    sentence = f"{_has_axes(leaf)} needs {leaf.rank}"
+    sentence = f"{_has_axes(leaf)} needs {leaf.rank + len(leaf.names)}"
+    if leaf.names:
+        other = dataclasses.replace(rank, batch=())
+        names = listed([*rank.batch], "or")
+        return f"{sentence}; if it has no axis {names}, declare it as {other}."
     # A vector in place of a matrix most likely lacks an axis. A number has no [None], and may be
     # any kind of mistake.
     if leaf.shape and leaf.rank - len(leaf.shape) == 1:
@@ -163,7 +182,7 @@ def _clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]
         ]
     )
     dim, expected = clash.axis, clash.expected
-    if isinstance(dim, int):
+    if not isinstance(dim, Dim):
         return f"Batch axis {dim} is {shown}."
     if dim.name is not None:
         return f"Dimension {dim.name} is {shown}."
@@ -183,6 +202,7 @@ def _last_axis_first(
     ranks: Sequence[Rank],
     clashes: Sequence[Clash],
     names: Sequence[str],
+    axes: Sequence[str],
 ) -> list[str]:
     """Return a hint for arguments whose batch axis may be the last one: the call would then fit."""
     candidates = [
@@ -198,14 +218,15 @@ def _last_axis_first(
             continue
         alone = all(moved.issuperset(group) for group in clash.leaves.values())
         wide = all(max(leaves[i].shape) == leaves[i].shape[-1] for i in moved if leaves[i].shape)
-        if isinstance(clash.axis, int) and (alone or not wide):
+        if not isinstance(clash.axis, Dim) and (alone or not wide):
             continue  # that the batch axes would agree is no evidence then
         shapes = [leaf.shape for leaf in leaves]
         shapes = [(*s[-1:], *s[:-1]) if i in moved else s for i, s in enumerate(shapes)]
-        again = [leaf_plan("", s, rank) for s, rank in zip(shapes, ranks, strict=True)]
+        pairs = zip(shapes, ranks, strict=True)
+        again = [leaf_plan("", s, rank, names=axes) for s, rank in pairs]
         cores = [(i, leaf.core_shape, ranks[i]) for i, leaf in enumerate(again)]
-        batches = [(i, leaf.batch_axes) for i, leaf in enumerate(again)]
-        if not bind_sizes(cores, {}) and not broadcast(batches)[1]:
+        batches = [(i, leaf.lengths) for i, leaf in enumerate(again)]
+        if not bind_sizes(cores, {}) and not broadcast(batches, axes)[1]:
             code = "jnp.moveaxis({}, -1, 0)"
             return [
                 f"Batch axes come first; if the last axis of {listed(list(arguments))} is the "

@@ -29,6 +29,7 @@ from rankax.core.base.sizes import at_most, is_known
 from rankax.core.declare.dims import Dim, Rank
 
 Shape = tuple[int, ...]
+InAxes = tuple[int | None, ...]
 
 
 _MOST_KEYS = 2**32  # jax.random.fold_in takes a number of 32 bits
@@ -57,6 +58,10 @@ class LeafPlan:
         Which leaf of the call it is.
     axis : int
         Where its batch axes are: in front, or where ``in_axes`` says.
+    lengths : tuple of int or None
+        Its length along each axis of the batch, counted from the right; None: it lacks the axis.
+    names : tuple of str
+        Of those of its batch axes that have a name, which are the last ones.
     """
 
     path: str
@@ -68,6 +73,8 @@ class LeafPlan:
     is_split: bool = False
     position: int = dataclasses.field(default=-1, repr=False)
     axis: int = dataclasses.field(default=0, repr=False)
+    lengths: InAxes = dataclasses.field(default=(), repr=False)
+    names: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def declared(self) -> str:
@@ -80,28 +87,43 @@ class LeafPlan:
         return self.position != NO_ARRAY
 
 
-def leaf_plan(path: str, shape: Shape, rank: Rank, position: int = -1) -> LeafPlan:
-    """Divide a shape by its rank; one with too few axes has no batch axes."""
+def leaf_plan(
+    path: str, shape: Shape, rank: Rank, position: int = -1, names: Sequence[str] = ()
+) -> LeafPlan:
+    """Divide a shape by its rank; one with too few axes has no batch axes.
+
+    ``names``: of the last axes of the batch.
+    """
     batch = max(0, len(shape) - rank.rank)
     core, batch_axes = shape[batch:], shape[:batch]
-    return LeafPlan(path, shape, rank.rank, core, batch_axes, rank, rank.is_split, position)
+    own, lengths = rank.batch if names else (), batch_axes
+    if names:
+        front = max(0, batch - len(own))
+        by_name = dict(zip(own, batch_axes[front:], strict=False))
+        lengths = (*batch_axes[:front], *map(by_name.get, names))
+    divided = path, shape, rank.rank, core, batch_axes, rank, rank.is_split, position
+    return LeafPlan(*divided, lengths=lengths, names=own)
 
 
 @dataclasses.dataclass(frozen=True)
 class Clash:
     """An axis with several sizes, or with a size other than the declared one."""
 
-    axis: int | Dim  # a batch axis, counted from the right; or a core dimension
+    axis: int | str | Dim  # a batch axis, counted from the right or by name; a core dimension
     leaves: dict[int, list[int]]  # the leaves of each size, by position
     expected: Any = None  # of a dimension without a name: its size, or a `NoSize`
 
 
-def broadcast(batches: Iterable[tuple[int, Shape]]) -> tuple[Shape, list[Clash]]:
+def broadcast(
+    batches: Iterable[tuple[int, InAxes]], names: Sequence[str] = ()
+) -> tuple[Shape, list[Clash]]:
     """Return the batch shape, and a clash for each axis that has two lengths.
 
     Parameters
     ----------
-    batches : iterable of (leaf, batch axes)
+    batches : iterable of (leaf, lengths along the axes of the batch, counted from the right)
+    names : sequence of str
+        Of the last axes, along which a length of 1 is as good as any other, and is not stretched.
     """
     batches = list(batches)
     width = max((len(batch) for _, batch in batches), default=0)
@@ -109,12 +131,14 @@ def broadcast(batches: Iterable[tuple[int, Shape]]) -> tuple[Shape, list[Clash]]
     clashes: list[Clash] = []
     for axis in range(-width, 0):
         leaves: dict[int, list[int]] = {}
+        name = names[axis] if len(names) >= -axis else None
         for leaf, batch in batches:
-            if len(batch) >= -axis and batch[axis] != 1:
-                leaves.setdefault(batch[axis], []).append(leaf)
+            size = batch[axis] if len(batch) >= -axis else None
+            if size is not None and (size != 1 or name):
+                leaves.setdefault(size, []).append(leaf)
         shape.append(next(iter(leaves), 1))
         if len(leaves) > 1:
-            clashes.append(Clash(axis, leaves))
+            clashes.append(Clash(name or axis, leaves))
     return tuple(shape), clashes
 
 
@@ -192,7 +216,7 @@ def plan_splits(
             continue
         count: Any = 1  # symbolic shapes are not ints
         strides: list[int] = []
-        axes = itertools.zip_longest(reversed(batch_shape), reversed(leaf.batch_axes))
+        axes = itertools.zip_longest(reversed(batch_shape), reversed(leaf.lengths))
         for length, size in axes:
             strides.append(count if size != length else 0)
             count *= length if size != length else 1
@@ -402,7 +426,7 @@ class Level:
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
 def plan_levels(
-    batches: tuple[Shape, ...],
+    batches: tuple[InAxes, ...],
     batch_shape: Shape,
     chunk_size: int | None,
     reduced: frozenset[int] = frozenset(),
@@ -413,7 +437,7 @@ def plan_levels(
     Parameters
     ----------
     batches : tuple of shapes
-        The batch axes of each leaf; they broadcast to ``batch_shape``.
+        The lengths of each leaf along the axes of the batch; they broadcast to ``batch_shape``.
     chunk_size : int or None
         How many items may be in flight over all levels together.
     reduced : frozenset of int
@@ -493,8 +517,6 @@ def _cut(
     return cut[::-1]
 
 
-InAxes = tuple[int | None, ...]
-
 NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
 
 
@@ -528,6 +550,8 @@ class Plan:
         The position of an array, and its shape without stretched axes.
     splits : tuple of Split
         Of keys of which each item gets its own, and of padded axes.
+    names : tuple of str
+        Of the last axes of the batch, if they have names.
     """
 
     kernel: str
@@ -542,6 +566,13 @@ class Plan:
     batch_axes: tuple[InAxes, ...] = dataclasses.field(default=(), repr=False)
     reshaped: tuple[tuple[int, Shape], ...] = dataclasses.field(default=(), repr=False)
     splits: tuple[Split, ...] = dataclasses.field(default=(), repr=False)
+    names: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The name of each axis of the batch, or its number."""
+        numbers = range(len(self.batch_shape) - len(self.names))
+        return (*map(str, numbers), *self.names)
 
     @property
     def evaluations(self) -> int:
@@ -582,12 +613,13 @@ class Plan:
         """Return the plan of a part of the batch, of this shape, without chunks."""
 
         def of(leaf: LeafPlan) -> LeafPlan:
-            sizes = self.batch_shape[len(shape) - len(leaf.batch_axes) :]
-            pairs = list(zip(leaf.batch_axes, sizes, shape[len(shape) - len(sizes) :], strict=True))
+            absent = len(shape) - len(leaf.lengths)
+            sizes = zip(leaf.lengths, self.batch_shape[absent:], shape[absent:], strict=True)
+            both = [(n == size, new if n == size else n) for n, size, new in sizes]
             # Stretched axes alone are none, or they would be axes of a part of 1 item.
-            is_mapped = any(n == size for n, size, _ in pairs)
-            own = tuple([new if n == size else n for n, size, new in pairs]) if is_mapped else ()
-            return dataclasses.replace(leaf, batch_axes=own)
+            own = tuple([n for _, n in both]) if any(is_own for is_own, _ in both) else ()
+            axes = tuple([n for n in own if n is not None])
+            return dataclasses.replace(leaf, lengths=own, batch_axes=axes)
 
         leaves = tuple(map(of, self.leaves))
         return dataclasses.replace(self, batch_shape=shape, leaves=leaves).cut(None)
@@ -602,7 +634,7 @@ class Plan:
             How many items a tile should have where there are chunks, because that is faster.
         """
         leaves, shape = self.leaves, self.batch_shape
-        batches = tuple([leaf.batch_axes for leaf in leaves])
+        batches = tuple([leaf.lengths for leaf in leaves])
         try:
             levels = plan_levels(batches, shape, chunk_size, frozenset(self.reduced), tiles)
         except UnknownLengthError as error:
@@ -638,6 +670,7 @@ def plan_ranks(
     error: Callable[..., Exception],
     reduce: str = "",
     reduce_axis: int | tuple[int, ...] | None = (),
+    names: tuple[str, ...] = (),
 ) -> Plan:
     """Check the shapes of a call whose arrays have ranks, and plan it without chunks.
 
@@ -653,6 +686,8 @@ def plan_ranks(
     reduce, reduce_axis
         The name of the reduction, and the axes that it reduces, as the caller says it: None is all
         of them, and by default there are none.
+    names : tuple of str
+        Of the batch axes that have names, in order; they are the last ones.
 
     Raises
     ------
@@ -661,19 +696,19 @@ def plan_ranks(
     ValueError
         If an axis to reduce is out of range, or named twice.
     """
-    leaves = [leaf_plan(path, shape, rank, i) for i, path, shape, rank in arrays]
+    leaves = [leaf_plan(path, shape, rank, i, names) for i, path, shape, rank in arrays]
     ranks = [rank for *_, rank in arrays]
     sizes: dict[str, int] = {}
-    whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank]
+    whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank + len(leaf.names)]
     clashes = bind_sizes([(i, leaves[i].core_shape, ranks[i]) for i in whole], sizes)
-    batch_shape, batch_clashes = broadcast([(i, leaves[i].batch_axes) for i in whole])
+    batch_shape, batch_clashes = broadcast([(i, leaves[i].lengths) for i in whole], names)
     clashes += batch_clashes
     if clashes or len(whole) < len(leaves):
         raise error(leaves, ranks, clashes, sizes)
     axes = reduced_axes(fun, reduce_axis, batch_shape)
     splits = plan_splits(fun, leaves, batch_shape)
     plan = Plan(function_name(fun), batch_shape, tuple(leaves), (), axes, reduce, sizes)
-    return dataclasses.replace(plan, splits=splits).cut(None)
+    return dataclasses.replace(plan, splits=splits, names=names).cut(None)
 
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
@@ -697,7 +732,10 @@ def plan_axis(
         The name of the reduction of the axis, if there is one.
     """
     leaves = [
-        LeafPlan("", x, len(x) - 1, x[:at] + x[at + 1 :], (length,), Rank(len(x) - 1), False, i, at)
+        LeafPlan(
+            *("", x, len(x) - 1, x[:at] + x[at + 1 :], (length,), Rank(len(x) - 1), False, i, at),
+            lengths=(length,),
+        )
         for i, x, at in arrays
     ]
     axes = (0,) if reduce else ()
@@ -726,9 +764,10 @@ def reduced_axes(
 
 def _batch_axes(leaf: LeafPlan, batch_shape: Shape) -> InAxes:
     """Return where a leaf, as passed, has each axis of the batch."""
-    absent = len(batch_shape) - len(leaf.batch_axes)
-    pairs = enumerate(zip(leaf.batch_axes, batch_shape[absent:], strict=True))
-    return (*[None] * absent, *[leaf.axis + i if n == size else None for i, (n, size) in pairs])
+    absent, places = len(batch_shape) - len(leaf.lengths), itertools.count(leaf.axis)
+    own = [(n, None if n is None else next(places)) for n in leaf.lengths]
+    pairs = zip(own, batch_shape[absent:], strict=True)
+    return (*[None] * absent, *[at if n == size else None for (n, at), size in pairs])
 
 
 def _in_axes(levels: Sequence[Level], leaves: Sequence[LeafPlan], mapped: Sequence[int]) -> InAxes:

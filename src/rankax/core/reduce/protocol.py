@@ -96,10 +96,24 @@ FILL = "\0fill"  # in place of ``where``: items count unless they are copies tha
 
 
 class Marked(NamedTuple):
-    """The output of an item of a padded batch, and whether it counts; copies do not."""
+    """The output of an item, and whether it counts: copies, which pad a batch, do not.
+
+    ``arguments`` has those, by path, that ``where`` names.
+    """
 
     out: Any
-    counts: Any
+    counts: Any = True
+    arguments: Any = ()
+
+    @classmethod
+    def opened(cls, out: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the output itself, whether it counts, and the arguments."""
+        counts, arguments = True, dict[str, Any]()
+        while isinstance(out, cls):
+            counts = out.counts if counts is True else counts & out.counts
+            arguments |= dict(out.arguments)
+            out = out.out
+        return out, counts, arguments
 
 
 class MisfitError(Exception):
@@ -113,8 +127,8 @@ class Reduction:
     Parameters
     ----------
     where : str or int, optional
-        The key, field or index of the output that says whether an item counts, as in
-        `rankax.auto_vmap`. None: every item counts.
+        The argument that says whether an item counts, or the key, field or index of such an output,
+        as in `rankax.auto_vmap`. None: every item counts.
     """
 
     where: str | int | None = dataclasses.field(default=None, kw_only=True)

@@ -5,8 +5,8 @@ A run is some items of a row, such as one device's part or one dask block; for a
 depends on their order, they are consecutive. For `Reductions` with ``of_run``, `RowReduction`
 returns states instead of results, and `ext/runs.py` merges the states of all runs.
 
-With ``where``, an item counts if its mask, one of the outputs of the kernel, is true. Others add
-nothing and send nothing back, even where their value or derivative is NaN:
+With ``where``, an item counts if its mask, an argument or one of the outputs of the kernel, is
+true. Others add nothing and send nothing back, even where their value or derivative is NaN:
 
 * Forward, it is replaced by the identity of the reduction, or the accumulator passes over it.
 * In the derivative, a cotangent of 0 is not enough, because 0 times an infinite derivative is NaN.
@@ -20,11 +20,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr
 
@@ -42,7 +43,14 @@ from rankax.core.loop.spec import items_at
 from rankax.core.plan.schedule import Level
 from rankax.core.protocols import Rules
 from rankax.core.reduce.extrema import Arg
-from rankax.core.reduce.protocol import FILL, Marked, MisfitError, Outputs, Reduction
+from rankax.core.reduce.protocol import (
+    FILL,
+    Marked,
+    MisfitError,
+    Outputs,
+    Reduction,
+    count_dtype,
+)
 from rankax.core.reduce.row import Accumulation, Row
 from rankax.core.trace.programs import ItemProgram, trace_item
 
@@ -85,6 +93,14 @@ class Reductions:
         """Return the same for the items that count."""
         entries = tuple([entry.of_items(where) for entry in self.entries])
         return dataclasses.replace(self, entries=entries)
+
+    def marked(self, out: Any, paths: Sequence[str], leaves: Sequence[Any], counts: Any) -> Any:
+        """Return the output of an item with the arguments that say whether it counts."""
+        keys = {entry.where for entry in self.entries}.intersection(paths)
+        if counts is True and not keys:
+            return out
+        pairs = zip(paths, leaves, strict=True)
+        return Marked(out, counts, {path: leaf for path, leaf in pairs if path in keys})
 
     @property
     def are_ordered(self) -> bool:
@@ -182,9 +198,11 @@ def _by_reduction(
     site: str, out: Any, reductions: Reductions, keys: Sequence[str | int]
 ) -> tuple[list[tuple[_Path, Any]], list[Any]]:
     """Split the output of an item by reduction, and lift it; return the masks, too."""
-    out, counts = out if isinstance(out, Marked) else (out, True)
+    out, counts, arguments = Marked.opened(out)
     try:
-        masks = {key: ("", counts) if key == FILL else find_mask(out, key) for key in keys}
+        masks = {
+            key: ("", counts) if key == FILL else find_mask(out, key, arguments) for key in keys
+        }
         subtrees = reductions.subtrees(out)
     except ValueError as error:
         hint = "; for more than one reduction of an output, use rankax.reductions.Several"
@@ -195,18 +213,25 @@ def _by_reduction(
         for entry in reductions.entries[place.start : place.stop]:
             own = tree if entry.where is None else without(tree, path, masks[entry.where][0])
             pairs.append((_Path(path), entry.lifted(own)))
-    return pairs, [mask & counts for _, mask in masks.values()]
+    return pairs, [mask if counts is True else mask & counts for _, mask in masks.values()]
 
 
-def find_mask(out: Any, where: str | int) -> tuple[str, Any]:
-    """Return the output of an item that ``where`` names, with its name."""
+def find_mask(out: Any, where: str | int, arguments: Mapping[Any, Any]) -> tuple[str, Any]:
+    """Return the argument, or the output, of an item that ``where`` names, with its name."""
     leaves = dict(leaves_with_names(out, "output"))
     wanted = (f"output.{where}", f"output[{where!r}]", f"output{where}")
     name = next((name for name in wanted if name in leaves), None)
+    if name is not None and where in arguments and leaves[name] is not arguments[where]:
+        raise ValueError(
+            f"where={where!r}: {name} and the argument {where} have this name; rename one"
+        )
+    if name is None and where in arguments:
+        name, leaves = str(where), arguments
     if name is None:
         names = [other for other in leaves if other != "output"]
         raise ValueError(
             f"where={where!r}: there is no such output; there is {listed(names) or 'one array'}"
+            f"{f', and no argument {where} with a rank' if isinstance(where, str) else ''}"
         )
     aval = jax.typeof(leaves[name])
     if aval.shape or aval.dtype != jnp.bool_:
@@ -261,6 +286,9 @@ class RowReduction:
     jaxpr : Jaxpr
         The program of an item.
     rules : Rules
+    masks : dict
+        The masks that are arguments, by position among the outputs: their positions among the
+        leaves.
     """
 
     item_of: Callable[[Sequence[Any]], Callable[..., list[Any]]]
@@ -269,6 +297,7 @@ class RowReduction:
     reductions: Reductions
     jaxpr: Jaxpr
     rules: Rules
+    masks: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:
         """Return one value for each reduction: its result, or its state."""
@@ -329,14 +358,21 @@ class RowReduction:
         """
         row = self._row([lax.stop_gradient(x) for x in consts], leaves, back=True)
 
-        def counts(*leaves: Any) -> jax.Array:
-            return row.item(*map(lax.stop_gradient, leaves))[outputs.mask]
-
-        arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
         if words := too_many(row.size):
             raise ValueError(f"a reduction with where or bucket has no derivative: {words}")
-        steps = Accumulation(outputs.mask, arg), outputs.counting()
-        (_, (index,)), (number,) = row.fold_constants(steps)
+        place = self.masks.get(outputs.mask)
+
+        def counts(*leaves: Any) -> jax.Array:
+            if place is not None:
+                return leaves[place]
+            return row.item(*map(lax.stop_gradient, leaves))[outputs.mask]
+
+        if place is None:
+            arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
+            steps = Accumulation(outputs.mask, arg), outputs.counting()
+            (_, (index,)), (number,) = row.fold_constants(steps)
+        else:
+            index, number = self._first_of(leaves[place], place)
 
         def if_any(x: Any) -> Any:
             if not has_tangent(jax.typeof(x)):
@@ -361,6 +397,22 @@ class RowReduction:
             return self.item_of(list(map(gate, consts)))(*chosen)
 
         return dataclasses.replace(safe, item=item, counts=counts, number=number)
+
+    def _first_of(self, mask: Any, place: int) -> tuple[jax.Array, jax.Array]:
+        """Return an item that counts, as an argument says, and how many do."""
+        size = math.prod(level.size for level in self.levels)
+        dtype = index_dtype(size)
+        rest = lax.argmax(jnp.ravel(mask), 0, dtype)
+        number, index, stride = jnp.sum(mask, dtype=count_dtype(size)), jnp.zeros((), dtype), 1
+        for level in reversed(self.levels):
+            length = np.asarray(level.size, dtype)
+            if level.in_axes[place] is None:
+                number = number * np.asarray(level.size, number.dtype)
+            else:
+                index = index + rest % length * np.asarray(stride, dtype)
+                rest = rest // length
+            stride *= level.size
+        return index, number
 
     def _fold_each(self, row: Row, pairs: Sequence[tuple[Any, ...]], *, back: bool) -> list[Any]:
         """Fold reductions in one loop; to be differentiated, as they ask for it."""

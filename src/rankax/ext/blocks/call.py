@@ -81,7 +81,7 @@ def call_on_blocks(mapped: Any, call: KernelCall, options: Options, backend: Any
     ranks = zip(leaves, call.structure.ranks, strict=True)
     setup = programs.Setup(
         mapped,
-        options.replace(reduce=None, reduce_axis=None, jit=False),
+        options.replace(reduce=None, reduce_axis=None, over=None, jit=False),
         {name: getattr(jax.config, name) for name in programs.CONFIG},
         call.shell,
         call.others,
@@ -91,7 +91,8 @@ def call_on_blocks(mapped: Any, call: KernelCall, options: Options, backend: Any
     numbers = [value for _, _, value in inputs if is_number(value)]
     arrays: list[Input] = []
     for planned, leaf, value in inputs[len(numbers) :]:
-        axes = tuple(range(len(chunks) - len(planned.batch_axes), len(chunks)))
+        pairs = enumerate(planned.lengths, len(chunks) - len(planned.lengths))
+        axes = tuple([axis for axis, size in pairs if size is not None])
         cuts = [
             chunks[axis] if size == sum(chunks[axis]) else (size,)  # an axis of length 1 broadcasts
             for size, axis in zip(planned.batch_axes, axes, strict=True)
@@ -209,9 +210,10 @@ def _batch_chunks(
     for axis, size in enumerate(plan.batch_shape, -len(plan.batch_shape)):
         cuts: dict[tuple[int, ...], str] = {}
         for leaf, value in arrays:
-            batch = leaf.batch_axes
+            batch = leaf.lengths
             if len(batch) >= -axis and batch[axis] == size:
-                cuts.setdefault(tuple(value.chunks[len(batch) + axis]), leaf.path)
+                place = sum(n is not None for n in batch[:axis])
+                cuts.setdefault(tuple(value.chunks[place]), leaf.path)
         if len(cuts) > 1 and storing:
             (one, first), (other, second), *_ = cuts.items()
             raise ValueError(

@@ -26,7 +26,7 @@ from rankax._options import Options
 from rankax.call.kernels import KernelCall, Shell, bind, is_number, rebind
 from rankax.core.base.cache import Kept
 from rankax.core.base.trees import check_outputs
-from rankax.core.reduce.protocol import FILL, Marked, Outputs
+from rankax.core.reduce.protocol import FILL, Outputs
 from rankax.ext.blocks.checksum import checksum
 from rankax.ext.jit import compiled_parts
 from rankax.ext.lengths import Shared
@@ -119,14 +119,15 @@ class Setup:
         reductions = self.mapped.spec.preset.reduce
         return reductions.of_items(FILL) if reductions and self.is_ragged else reductions
 
-    def call(self, values: Sequence[Any]) -> KernelCall:
+    def call(self, values: Sequence[Any], *, is_item: bool = False) -> KernelCall:
         """Bind a call of the kernel with these numbers and arrays among its leaves."""
+        spec = self.mapped.spec.unnamed if is_item else self.mapped.spec
         leaves = list(self.static)
         for (place, _, key_impl, _), value in zip(self.inputs, values, strict=True):
             leaves[place] = value
             if key_impl is not None:
                 leaves[place] = jax.random.wrap_key_data(value, impl=key_impl)
-        return rebind(self.mapped.spec, self.shell, leaves, dict(self.others))
+        return rebind(spec, self.shell, leaves, dict(self.others))
 
     def evaluate(self, values: Sequence[Any], options: Options) -> Any:
         """Evaluate a call; with a `Ragged` among the values, as the kernel itself does."""
@@ -145,14 +146,15 @@ class Setup:
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""
-        out = evaluate(self.call(values), Options())
+        out = evaluate(self.call(values, is_item=True), Options())
         check_outputs(self.mapped.spec.fun, out)
         return out
 
     def on_counted(self, *values: Any) -> Any:
         """Call the kernel for one item, to be reduced."""
-        out = self.on_item(*values)
-        return Marked(out, jnp.bool_(True)) if self.is_ragged else out
+        call = self.call(values, is_item=True)
+        counts = jnp.bool_(True) if self.is_ragged else True
+        return self.reductions.marked(self.on_item(*values), call.paths, call.leaves, counts)
 
 
 # The options of JAX that a program takes from the process where the call was made.

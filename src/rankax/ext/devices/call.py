@@ -75,7 +75,8 @@ def devices_of(call: Call, options: Options) -> OnDevices | None:
     if odd and devices is not None:
         raise ValueError(
             f"{call.site}: {options.reduce} takes items in order, so only the first of the "
-            f"reduced axes {reduced} can be sharded, but axis {odd[0]} is"
+            f"reduced axes ({', '.join(whole.words[axis] for axis in reduced)}) can be sharded, "
+            f"but axis {whole.words[odd[0]]} is"
         )
     parts = tuple(each for each in parts if each.axis in serves)
     return None if 0 in shape or not parts else OnDevices(parts)

@@ -172,7 +172,7 @@ def find_parts(
         return ()
     shape = whole.batch_shape
     if isinstance(devices, PartitionSpec):
-        return _named_parts(devices, leaves, shape, site)
+        return _named_parts(devices, leaves, whole, site)
     found: list[Parts] = []
     for axis, size in enumerate(shape):
         used = {name for parts in found for name in parts.names}
@@ -223,10 +223,10 @@ def _spread_parts(
 
 
 def _named_parts(
-    spec: PartitionSpec, leaves: Sequence[Any], shape: Sequence[int], site: str
+    spec: PartitionSpec, leaves: Sequence[Any], whole: Plan, site: str
 ) -> tuple[Parts, ...]:
     """Return the parts that a spec names, one entry for each axis of the batch."""
-    mesh = mesh_of(leaves)
+    mesh, shape = mesh_of(leaves), whole.batch_shape
     if mesh is None:
         raise ValueError(
             f"{site}: devices={spec} names axes of a mesh, but no argument is on one here; give "
@@ -234,7 +234,8 @@ def _named_parts(
         )
     if len(spec) > len(shape):
         raise ValueError(
-            f"{site}: devices={spec} has {len(spec)} entries for the batch shape {tuple(shape)}"
+            f"{site}: devices={spec} has {len(spec)} entries for the batch shape {shape}"
+            f"{f', whose last axes are {listed(whole.names)}' if whole.names else ''}"
         )
     parts: list[Parts] = []
     for axis, (entry, size) in enumerate(zip(spec, shape, strict=False)):

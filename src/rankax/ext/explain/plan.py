@@ -29,6 +29,8 @@ class BatchPlan(Plan):
         The axes of the batch shape that are reduced.
     reduce : str
         The name of the reduction.
+    names : tuple of str
+        Of the last axes of the batch, if they have names.
     untouched : tuple of (str, tuple of int)
         Path and shape of every other array with axes. It has no rank, so every item gets all of it.
     memory : MemoryFit or None
@@ -86,7 +88,7 @@ class BatchPlan(Plan):
     def __str__(self) -> str:
         # A row per leaf, then a line per level and note.
         lines = _text_table(self) if self.leaves else []
-        below = [_level_sentence(level, self.leaves) for level in self.levels]
+        below = [_level_sentence(level, self) for level in self.levels]
         below += [*_legend(self), *self._notes()]
         first = self.kernel + self._summary()
         return "\n".join([first, *lines, *(f"  {line}" for line in below)])
@@ -100,16 +102,23 @@ class BatchPlan(Plan):
             lacking = "batch axes" if self.leaves else "argument with a rank"
             return f": no {lacking}, so the kernel is simply called"
         return (
-            f": batch shape {self.batch_shape}, "
+            f": batch shape {self._shape(range(len(self.batch_shape)))}, "
             f"{plural(self.evaluations, 'evaluation')}, {self.in_flight} in flight"
             f"{' on each device' if self.devices else ''}, "
             f"{'items end by themselves' if self.lanes else plural(self.steps, 'step')}"
         )
 
+    def _shape(self, axes: Sequence[int]) -> str:
+        """Write the lengths of some axes of the batch, with their names."""
+        if not self.names:
+            return str(tuple([self.batch_shape[axis] for axis in axes]))
+        pairs = [(self.words[axis], self.batch_shape[axis]) for axis in axes]
+        return f"({', '.join(f'{w}={n}' if w in self.names else str(n) for w, n in pairs)})"
+
     def _notes(self) -> list[str]:
         """Describe what the leaves and levels do not show, such as devices and reductions."""
         notes = [
-            f"axis {axis}: {length} items, in a bucket of {self.batch_shape[axis]}"
+            f"axis {self.words[axis]}: {length} items, in a bucket of {self.batch_shape[axis]}"
             for axis, length in self.filled
         ]
         notes += [*self.ragged, *map(_part_sentence, self.parts)]
@@ -121,11 +130,13 @@ class BatchPlan(Plan):
         for axis, count in self.devices:
             shorter, longer = divmod(self.batch_shape[axis], count)
             items = f"{shorter} or {shorter + 1} items" if longer else plural(shorter, "item")
-            notes.append(f"axis {axis}: over {count} devices, {items} on each")
+            notes.append(f"axis {self.words[axis]}: over {count} devices, {items} on each")
         if self.reduced:
-            kept = tuple(n for axis, n in enumerate(self.batch_shape) if axis not in self.reduced)
-            notes.append(f"reduced by {self.reduce}, to {kept}")
-            notes += _pairs_line(self)
+            kept = [axis for axis in range(len(self.batch_shape)) if axis not in self.reduced]
+            over = [self.words[axis] for axis in self.reduced] if self.names else []
+            over = f" over {listed(over)}" if over else ""
+            notes.append(f"reduced by {self.reduce}{over}, to {self._shape(kept)}")
+            notes += _pairs_lines(self)
         if self.memory is not None:
             notes.append(str(self.memory))
         return [*notes, *self.notes, *untouched_line(self.untouched)]
@@ -137,40 +148,57 @@ def shown(schedule: Plan, **found: Any) -> BatchPlan:
     return BatchPlan(**{**own, **found})
 
 
-def _pairs_line(plan: BatchPlan) -> list[str]:
-    """Say that arguments go together item by item, where the only axis is reduced.
+def _pairs_lines(plan: BatchPlan) -> list[str]:
+    """Say which arguments go together item by item, where others meet in all pairs.
 
-    Otherwise, a caller who means all pairs gets a result of the same shape, and no error.
+    A caller who means all pairs would get a result of the same shape, and no error.
     """
-    shared = [leaf.path for leaf in plan.leaves if leaf.batch_axes == plan.batch_shape]
-    names = dict.fromkeys(re.split(r"\W", path)[0] for path in shared if path != "batch_shape")
-    if len(plan.batch_shape) != 1 or len(names) < 2 or plan.evaluations < 2:
-        return []
-    first, *others = names
-    hint = f"; for all pairs, pass {first}[:, None]" if first in shared else ""
-    return [f"{first} i goes with {listed([f'{name} i' for name in others])} only{hint}"]
+    by_axes: dict[tuple[int, ...], dict[str, list[LeafPlan]]] = {}
+    for leaf in plan.leaves if not plan.names else ():
+        absent = len(plan.batch_shape) - len(leaf.lengths)
+        axes = tuple([at for at, n in enumerate(leaf.lengths, absent) if n not in (None, 1)])
+        name = re.split(r"\W", leaf.path)[0]
+        if axes and leaf.is_array:
+            by_axes.setdefault(axes, {}).setdefault(name, []).append(leaf)
+    if len(plan.batch_shape) == 1:
+        together, *others = [*by_axes.get((0,), {})] or [""]
+        is_array = others and [leaf.path for leaf in by_axes[0,][together]] == [together]
+        hint = f"; for all pairs, pass {together}[:, None]" if is_array else ""
+        also = listed([f"{name} i" for name in others])
+        return [f"{together} i goes with {also} only{hint}"] if others else []
+    return [
+        f"along {'axis' if len(axes) == 1 else 'axes'} {listed([str(axis) for axis in axes])}, "
+        f"{listed([*names])} go together, item by item"
+        for axes, names in by_axes.items()
+        if len(names) > 1 and any({*axes} - {*other} and {*other} - {*axes} for other in by_axes)
+    ]
 
 
 def _text_table(plan: BatchPlan) -> list[str]:
     """Align words to the left, lengths of batch axes to the right."""
     header = ["leaf", "shape", "rank", "core", "batch axes" if plan.batch_shape else ""]
+    words = plan.words if plan.names else ()
     rows = [[x.path, str(x.shape), x.declared, str(x.core_shape)] for x in plan.leaves]
     lengths = [_cells(leaf, plan.batch_shape) for leaf in plan.leaves]
     if plan.batch_shape:
         rows.append(["batch", str(plan.batch_shape), "", ""])
         lengths.append([str(size) for size in plan.batch_shape])
-    widths = [max(map(len, column)) for column in zip(*lengths, strict=True)]
+    widths = [
+        max(map(len, column)) for column in zip(*lengths, *[words] * bool(words), strict=True)
+    ]
     for row, texts in zip(rows, lengths, strict=True):
         row.append(" ".join(n.rjust(width) for n, width in zip(texts, widths, strict=True)))
+    if words:
+        header[-1] = " ".join(map(str.rjust, words, widths))
     return [line[2:] for line in table(header, rows, ()).split("\n")]
 
 
 def _cells(leaf: LeafPlan, batch_shape: Shape) -> list[str]:
     """Return one cell per batch axis of a leaf: its length, or a sign."""
-    absent = len(batch_shape) - len(leaf.batch_axes)
+    absent = (None,) * (len(batch_shape) - len(leaf.lengths))
     missing, stretched = ("/", "1/") if leaf.is_split else ("-", "1*")
-    present = zip(leaf.batch_axes, batch_shape[absent:], strict=True)
-    return [missing] * absent + [str(n) if n == size else stretched for n, size in present]
+    pairs = zip((*absent, *leaf.lengths), batch_shape, strict=True)
+    return [missing if n is None else str(n) if n == size else stretched for n, size in pairs]
 
 
 def _legend(plan: BatchPlan) -> list[str]:
@@ -183,11 +211,11 @@ def _legend(plan: BatchPlan) -> list[str]:
     return lines
 
 
-def _level_sentence(level: Level, leaves: Sequence[LeafPlan]) -> str:
+def _level_sentence(level: Level, plan: BatchPlan) -> str:
     """Describe one level: its axes, its tile, the leaves that it maps."""
-    paths = [leaf.path for leaf, mapped in zip(leaves, level.mapped, strict=True) if mapped]
+    paths = [leaf.path for leaf, mapped in zip(plan.leaves, level.mapped, strict=True) if mapped]
     shown = paths if len(paths) <= 6 else [*paths[:4], f"{len(paths) - 4} more"]
-    axes = ", ".join(str(axis) for axis in level.axes)
+    axes = ", ".join(plan.words[axis] for axis in level.axes)
     which = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
     reduced = ", reduced" if level.reduced else ""
     return f"{which}: {_level_how(level)}, mapping {', '.join(shown)}{reduced}"
@@ -196,7 +224,10 @@ def _level_sentence(level: Level, leaves: Sequence[LeafPlan]) -> str:
 def _part_sentence(lengths_and_part: tuple[tuple[int, ...], BatchPlan]) -> str:
     """Describe how the ragged items of one padded length are evaluated."""
     lengths, part = lengths_and_part
-    how = [f"axis {', '.join(map(str, x.axes))}: {_level_how(x)}" for x in part.levels]
+    how = [
+        f"axis {', '.join(part.words[axis] for axis in x.axes)}: {_level_how(x)}"
+        for x in part.levels
+    ]
     how += [] if part.lanes is None else [plural(part.lanes, "lane")]
     how += [] if part.memory is None else [str(part.memory)]
     front = [str(length) for length in lengths[:-1]]

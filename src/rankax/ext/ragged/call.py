@@ -43,12 +43,13 @@ import numpy as np
 from jax import core
 
 from rankax._options import Options
-from rankax.call.kernels import KernelCall, Shell, bind
+from rankax.call.kernels import KernelCall, KernelSpec, Shell, bind, rebind
 from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow, is_spread
+from rankax.core.base.messages import listed
 from rankax.core.declare.dims import Rank
 from rankax.core.loop.loop import widen
 from rankax.core.loop.spec import PLACE
-from rankax.core.plan.schedule import Shape
+from rankax.core.plan.schedule import Plan, Shape
 from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import as_inputs, resized
 from rankax.ext.lengths import Group, Shared, bucket_of, groups_of, rounded_up, slots_for
@@ -103,6 +104,10 @@ class RaggedCall:
             shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan_whole(options)
+        if dense.names:
+            own = cls.of(_unnamed(call, dense), compiled, **settings)
+            dense = dataclasses.replace(own.dense, names=dense.names)
+            return dataclasses.replace(own, dense=dense)
         return cls(call, options, dims, dim_of, lengths, starts, dense, compiled, **settings)
 
     @property
@@ -293,6 +298,32 @@ class RaggedCall:
             return self.compiled(call)
         call = dataclasses.replace(call, is_kept=not self.is_staged)
         return evaluate(call, call.kernel.options())
+
+
+def _unnamed(call: KernelCall, dense: Plan) -> KernelCall:
+    """Return the call with an axis of length 1 for each axis that an array lacks."""
+    leaves, kernel = list(call.leaves), call.kernel.unnamed
+    for leaf in dense.leaves:
+        if not leaf.is_array or not leaf.batch_axes:
+            continue
+        shape = (*(1 if n is None else n for n in leaf.lengths), *leaf.core_shape)
+        if leaf.position not in call.structure.nodes:
+            leaves[leaf.position] = _reshaped(leaves[leaf.position], shape)
+        elif leaf.lengths[-1] is None:
+            axis = f"axis {leaf.written.batch[-1]!r}" if leaf.written.batch else "axis has no name"
+            raise TypeError(
+                f"{call.site}: {leaf.path} is Ragged, so its batch axis must be the last one of "
+                f"{listed(dense.names)}, but its {axis}; name the other arguments' axes first, in "
+                "the order of the parameters"
+            )
+    if call.kernel.preset.reduce is not None:
+        explicit = {**kernel.explicit, "reduce_axis": dense.reduced}
+
+        def make() -> KernelSpec:
+            return KernelSpec(kernel.fun, kernel.declaration, explicit, kernel.members)
+
+        kernel = call.kernel.structures.get_or_make((Plan, dense.reduced), make)
+    return rebind(kernel, call.shell, leaves, call.others)
 
 
 def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:

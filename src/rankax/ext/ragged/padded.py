@@ -125,8 +125,11 @@ class Padded:
         call = rebind(self.spec, self.shell, leaves, rest)
         call.masks = dict(zip(self._masked, masks, strict=True))
         if self.of_item is not None:
-            return self.of_item(call)
-        return call.evaluate(leaves, call.plan(Options()))
+            out = self.of_item(call)
+        else:
+            out = call.evaluate(leaves, call.plan(Options()))
+        reductions = dict(self.explicit).get("reduce")
+        return out if reductions is None else reductions.marked(out, call.paths, leaves, True)
 
     def _check_outputs(self, out: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> None:
         """Refuse outputs whose shapes depend on the length to which the item is filled up."""

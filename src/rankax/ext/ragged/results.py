@@ -225,7 +225,7 @@ def plan_ragged(call: KernelCall, compiled: Compiled | None) -> BatchPlan:
     """Return what `call_ragged` would do."""
     ragged = RaggedCall.of(call, compiled)
     parts = [
-        plan_of(own, own.kernel.options())
+        dataclasses.replace(plan_of(own, own.kernel.options()), names=ragged.dense.names)
         for own in (ragged.call_of(group) for group in ragged.groups)
     ]
     groups = [(len(group.items), group.lengths) for group in ragged.groups]

@@ -3,16 +3,23 @@
 
 import difflib
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 
 from rankax.core.base.messages import listed
+from rankax.core.base.trees import HasFields
 from rankax.core.reduce.protocol import Keep, Reduction, Several
 from rankax.core.reduce.run import Reductions
 from rankax.ext.reductions.sums import All, AnyOf, Gram, LogSumExp, Mean, Prod, Sum
 from rankax.ext.reductions.winners import ArgMax, ArgMin, Max, Min
+
+ReductionName = Literal[
+    "sum", "mean", "prod", "max", "min", "argmax", "argmin", "any", "all", "logsumexp", "gram"
+]
+_Entry = ReductionName | Reduction | Several | HasFields | None
+Reduce: TypeAlias = "_Entry | tuple[Reduce, ...] | list[Reduce] | Mapping[str, Reduce]"
 
 _NAMED = [
     *(Sum(), Mean(), Prod(), Max(), Min(), ArgMax(), ArgMin(), AnyOf(), All(), LogSumExp(), Gram())
