@@ -44,6 +44,7 @@ from rankax.core.walk import Nest, nest_of
 from rankax.ext import cpu_math, once
 from rankax.ext.batched import Batched
 from rankax.ext.devices.call import devices_of
+from rankax.ext.fused import walk as fused
 from rankax.ext.lanes import walker as lanes
 from rankax.ext.memory import choose as memory
 from rankax.ext.progress import progress_of_call
@@ -140,6 +141,7 @@ def traced(call: Call, options: Options, place: Placement) -> Traced:
     whole = call.plan_whole(options)
     with place.inside():
         item = call.trace(whole, options.reduce)
+    item = fused.with_literals(item) if options.fused else item
     return Traced(call, options, place, whole, item, place.layout(whole, item))
 
 
@@ -195,7 +197,8 @@ def fit(own: Traced) -> Fitted:
 def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
     """Choose how a call runs, with what is hoisted out of its loops."""
     fitted, options = fit(own), own.options
-    is_asked = options.hoist and fitted.plan.has_loop and options.memory_limit is None
+    has_loop = fitted.plan.has_loop or (options.fused and options.reduce is not None)
+    is_asked = options.hoist and has_loop and options.memory_limit is None
     is_plain = options.lockstep and not (options.batched or own.layout or own.call.lengths)
     if not (is_asked and is_plain and once.is_possible(own.whole, own.item)):
         return own, fitted
@@ -221,11 +224,11 @@ def walk_of(
     inputs: tuple[int, ...],
     differentiable: bool = True,
 ) -> Nest:
-    """Return what walks the levels of a plan: nested maps and loops, or lanes."""
+    """Return what walks the levels of a plan: nested maps and loops, lanes, or one kernel."""
     has_math = options.cpu_math and cpu_math.is_on(options)
     passes: tuple[Pass, ...] = (cpu_math.PASS,) if has_math else ()
     passes = passes if options.lockstep else (*passes, lanes.REVERSE)
-    return nest_of(
+    nest = nest_of(
         plan,
         inputs,
         reductions=options.reduce,
@@ -236,6 +239,7 @@ def walk_of(
         differentiable=differentiable,
         observer=observer,
     )
+    return fused.walk_of(nest, options) if options.fused else nest
 
 
 def _walked(own: Traced, observer: Observer | None) -> Any:

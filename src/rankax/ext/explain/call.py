@@ -14,6 +14,7 @@ from rankax.core.protocols import Placement
 from rankax.ext import cpu_math, once
 from rankax.ext.bucket import fill_up
 from rankax.ext.explain.plan import BatchPlan, shown
+from rankax.ext.fused import walk as fused
 from rankax.ext.memory import choose as memory
 from rankax.pipeline import (
     Traced,
@@ -24,6 +25,7 @@ from rankax.pipeline import (
     place_of,
     prepared,
     traced,
+    walk_of,
 )
 
 
@@ -68,7 +70,9 @@ def _planned(call: KernelCall, options: Options, place: Placement) -> BatchPlan:
     schedule = once.shown(fitted.plan, whole, own.hoisted) if own.hoisted else fitted.plan
     found |= {"batch_shape": whole.batch_shape, **fitted.found}
     found |= {} if own.hoisted else {"leaves": whole.leaves}
-    found |= {**own.layout.shown, "notes": _notes(own, schedule)}
+    nest = walk_of(fitted.plan, fitted.options, inputs=own.whole.mapped)
+    notes = *_notes(own, schedule), *fused.notes(nest, own.item)
+    found |= {**own.layout.shown, "notes": notes}
     return shown(schedule, **found)
 
 
