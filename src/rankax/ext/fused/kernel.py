@@ -24,7 +24,7 @@ from rankax.core.base.arrays import index_dtype
 from rankax.core.loop.loop import Tile, TileSlots, steps_of
 from rankax.core.loop.shared import MOST_PLAIN
 from rankax.core.reduce.row import Accumulation
-from rankax.ext.fused.scalars import Lines, Refused, Translation, is_known, literal, type_of
+from rankax.ext.fused.scalars import Lines, Refused, Translation, named, type_of
 
 _BLOCK = 32  # items that are folded without what rounding takes
 _MOST_NUMBERS = 256  # of an argument of one item, or of a state
@@ -129,33 +129,45 @@ def kernel_of(
         For what no kernel has.
     """
     loops = [group for group in groups if group.reduced]
-    lines = Lines("t")
+    lines, depth = Lines("t"), len(loops)
     loads, args = _loads(item, groups, on, lines)
-    translation = Translation(lines)
-    outs = translation.program(item, args)
-    count = math.prod(group.size for group in loops)
-    state = _StateCode(steps, item.out_avals, count)
-    held, depth = state.named("h"), len(loops)
-    inner = state.named("g") if state.is_long else held
-    lines.depth |= dict.fromkeys(_names(inner), depth) | {"at": depth}
-    at, dtype = np.array("at", object), index_dtype(count)
+    outs = Translation(lines).program(item, args)
+    state = _State(steps, item.out_avals, index_dtype(math.prod(loop.size for loop in loops)))
+    held, of_group = state.held, state.of_group
+    lines.depth |= dict.fromkeys([*of_group.names, "at"], depth)
     try:
-        moved = translation.program(state.step, [*inner, *outs, at])
+        moved = Translation(lines).program(state.moved, [*of_group.arrays, *outs, state.at])
     except Refused as error:
         raise Refused(f"a reduction whose state takes more than arithmetic ({error})") from None
-    type_ = type_of(dtype)
-    body = [f"const {type_} at = {_flat_index(loops, type_)};", *lines.at(depth)]
-    body += state.assigned(inner, moved)
-    begin = [*loads.get(0, []), *lines.at(0)] if loops else []
-    text = [_MACROS, _places(groups), *begin, *state.defined("h", state.begun("b"))]
-    if not loops:
-        text += [*loads.get(0, []), *body]
-    else:
-        text += _nested(loops, loads, lines, state, body)
-    text += state.written(held)
+    ends, values = _translated("z", state.totals, held)
+    out = _Variables("o", state.ends)
+    writes = [
+        f"O{k}.data[tid*{aval.size}+{c}] = {name};"
+        for k, (aval, array) in enumerate(zip(out.avals, out.arrays, strict=True))
+        for c, name in enumerate(array.ravel())
+    ]
+    block = [
+        *_code(of_group.defined, _translated("f", state.fresh, held)),
+        *_loop(
+            loops,
+            loads.get(depth, []) if loops else [],
+            [
+                f"const {type_of(state.dtype)} at = {_flat_index(loops, type_of(state.dtype))};",
+                *lines.at(depth),
+                *of_group.assigned(moved),
+            ],
+        ),
+        *_code(held.assigned, _translated("w", state.joined, held, of_group)),
+    ]
+    before = [*loads.get(0, []), *(lines.at(0) if loops else [])]
+    body = [
+        *(_MACROS, _places(groups), *before, *_code(held.defined, _translated("b", state.start))),
+        *_around(loops, loads, lines, block),
+        *(*ends, *out.defined(values), *writes),
+    ]
     numbers = (*(f"n{group.name}" for group in groups), "rows", "len")
     types = tuple([type_of(aval.dtype) for aval in item.in_avals])
-    return Source("\n".join(text), types, numbers, tuple(state.types))
+    return Source("\n".join(body), types, numbers, tuple([type_of(x.dtype) for x in out.avals]))
 
 
 def _loads(
@@ -199,174 +211,114 @@ def _flat_index(loops: Sequence[AxisGroup], type_: str) -> str:
     return f"({type_}){text}"
 
 
-def _nested(
-    loops: Sequence[AxisGroup], loads: Any, lines: Lines, state: _StateCode, body: Sequence[str]
+def _bounds(loops: Sequence[AxisGroup], depth: int) -> tuple[str, str]:
+    """Return where the index of a loop begins and ends; that of the outermost one, in a part."""
+    return ("part*len", "end") if depth == 1 else ("0", f"n{loops[depth - 1].name}")
+
+
+def _loop(loops: Sequence[AxisGroup], loads: Sequence[str], body: Sequence[str]) -> list[str]:
+    """Return the innermost loop, over one block."""
+    if not loops:
+        return [*loads, *body]
+    i = loops[-1].name
+    return ["#pragma unroll 4", f"for (int {i} = b; {i} < e; ++{i}) {{", *loads, *body, "}"]
+
+
+def _around(
+    loops: Sequence[AxisGroup], loads: Any, lines: Lines, block: Sequence[str]
 ) -> list[str]:
-    """Return the loops; the innermost one is cut into blocks if sums are long."""
-    text: list[str] = []
-    for depth, loop in enumerate(loops, 1):
-        first = "part*len" if depth == 1 else "0"
-        last = f"n{loop.name}"
-        if depth == 1:
-            text.append(f"const int end = {first}+len < {last} ? {first}+len : {last};")
-            last = "end"
-        i = loop.name
-        inside = [*loads.get(depth, [])]
-        if depth < len(loops):
-            text += [f"for (int {i} = {first}; {i} < {last}; ++{i}) {{", *inside, *lines.at(depth)]
-            continue
-        unroll = "#pragma unroll 4"
-        if not state.is_long:
-            text += [
-                unroll,
-                f"for (int {i} = {first}; {i} < {last}; ++{i}) {{",
-                *inside,
-                *body,
-                "}",
-            ]
-            continue
-        text += [
-            f"for (int b = {first}; b < {last}; b += {_BLOCK}) {{",
-            f"const int e = b+{_BLOCK} < {last} ? b+{_BLOCK} : {last};",
-            *state.defined("g", state.fresh("f")),
-            unroll,
-            *(f"for (int {i} = b; {i} < e; ++{i}) {{", *inside, *body, "}"),
-            *state.joined("w"),
-            "}",
+    """Return the loops around a block of the innermost one."""
+    if not loops:
+        return [*block]
+    n = f"n{loops[0].name}"
+    text = [f"const int end = part*len+len < {n} ? part*len+len : {n};"]
+    for depth, loop in enumerate(loops[:-1], 1):
+        (first, last), i = _bounds(loops, depth), loop.name
+        text.append(f"for (int {i} = {first}; {i} < {last}; ++{i}) {{")
+        text += [*loads.get(depth, []), *lines.at(depth)]
+    first, last = _bounds(loops, len(loops))
+    text.append(f"for (int b = {first}; b < {last}; b += {_BLOCK}) {{")
+    text.append(f"const int e = b+{_BLOCK} < {last} ? b+{_BLOCK} : {last};")
+    return [*text, *block, *["}"] * len(loops)]
+
+
+class _Variables:
+    """The numbers of a tree of arrays, as variables of a kernel."""
+
+    def __init__(self, prefix: str, like: Any) -> None:
+        self.avals, self.tree = jax.tree.flatten(like)
+        self.arrays = [
+            np.array([f"{prefix}{k}_{c}" for c in range(aval.size)], object).reshape(aval.shape)
+            for k, aval in enumerate(self.avals)
         ]
-    return text + ["}"] * (len(loops) - 1)
+        self.names = [name for array in self.arrays for name in array.ravel()]
+        if len(self.names) > _MOST_NUMBERS:
+            raise Refused(f"a state of {len(self.names)} numbers")
+
+    def _with(self, values: Sequence[Any]) -> list[tuple[str, str, str]]:
+        """Return types, names and values."""
+        return [
+            (type_of(aval.dtype), name, text)
+            for aval, names, x in zip(self.avals, self.arrays, values, strict=True)
+            for name, text in zip(names.ravel(), named(x, aval.dtype).ravel(), strict=True)
+        ]
+
+    def defined(self, values: Sequence[Any]) -> list[str]:
+        """Return the lines that make them."""
+        return [f"{type_} {name} = {text};" for type_, name, text in self._with(values)]
+
+    def assigned(self, values: Sequence[Any]) -> list[str]:
+        """Return the lines that give them new values, all at once."""
+        new = self._with(values)
+        lines = [f"const {type_} new_{name} = {text};" for type_, name, text in new]
+        return [*lines, *(f"{name} = new_{name};" for _, name, _ in new)]
 
 
-def _names(arrays: Sequence[Any]) -> list[str]:
-    return [name for array in arrays for name in array.ravel()]
+class _State:
+    """What is held of a row, and what a group of its items changes: see `Accumulation`."""
 
+    def __init__(self, steps: Sequence[Accumulation], avals: Sequence[Any], dtype: Any) -> None:
+        # As in long loops, whatever the length, so that one kernel serves all.
+        self.steps, self.dtype = [step.over(MOST_PLAIN + 1) for step in steps], dtype
+        like = jax.eval_shape(self.start)
+        self.held, self.ends = _Variables("h", like), jax.eval_shape(self.totals, like)
+        self.of_group = _Variables("g", jax.eval_shape(self.fresh, like))
+        groups, slots = [step.of_group for step in self.steps], TileSlots(1, (), dtype)
 
-class _StateCode:
-    """The variables of a state, and the programs that change them."""
-
-    def __init__(self, steps: Sequence[Accumulation], avals: Sequence[Any], count: int) -> None:
-        # As long ones, whatever the length: so one kernel serves all.
-        self.steps = [step.over(MOST_PLAIN + 1) for step in steps]
-        self.is_long = any(step.is_long for step in self.steps)
-        held, of_group = self.starts()
-        self.tree, self.group_tree = jax.tree.structure(held), jax.tree.structure(of_group)
-        self.avals, self.group_avals = jax.tree.leaves(held), jax.tree.leaves(of_group)
-        index = jax.ShapeDtypeStruct((), index_dtype(count))
-        groups = [step.of_group for step in self.steps]
-        slots = TileSlots(1, (), index_dtype(count))
-
-        def step(held: Any, outs: Any, at: Any) -> Any:
+        def moved(of_group: Any, outs: Any, at: Any) -> Any:
             tile = Tile([x[..., None] for x in outs], at, None, slots)
-            return jax.tree.leaves(steps_of(groups, held, tile)[0])
+            return jax.tree.leaves(steps_of(groups, of_group, tile)[0])
 
-        self.step = jax.make_jaxpr(step)(of_group, list(map(_shape, avals)), index)
-        self.end = jax.make_jaxpr(lambda held: jax.tree.leaves(self._totals(held)))(held)
-        self.types = [type_of(aval.dtype) for aval in self.end.out_avals]
-        if sum(aval.size for aval in self.end.out_avals) > _MOST_NUMBERS:
-            raise Refused(f"a state of more than {_MOST_NUMBERS} numbers")
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        group = self.of_group.tree.unflatten(self.of_group.avals)
+        self.at = np.array("at", object)
+        self.moved = jax.make_jaxpr(moved)(group, shapes, jax.ShapeDtypeStruct((), dtype))
 
-    def starts(self) -> tuple[Any, Any]:
-        """Return the types of what is held before the first item, and by a group."""
+    def start(self) -> list[Any]:
+        return [step.start(1) for step in self.steps]
 
-        def start() -> Any:
-            held = [step.start(1) for step in self.steps]
-            pairs = zip(self.steps, held, strict=True)
-            return held, [step.fresh(own, 1) for step, own in pairs]
+    def fresh(self, held: Any) -> list[Any]:
+        return [step.fresh(own, 1) for step, own in zip(self.steps, held, strict=True)]
 
-        return jax.eval_shape(start)
+    def joined(self, held: Any, of_group: Any) -> list[Any]:
+        triples = zip(self.steps, held, of_group, strict=True)
+        return [step.with_group(own, group) for step, own, group in triples]
 
-    def _totals(self, held: Any) -> Any:
+    def totals(self, held: Any) -> list[Any]:
         pairs = zip(self.steps, held, strict=True)
         return [x.accumulator.total(own) if x.is_long else own for x, own in pairs]
 
-    def named(self, prefix: str) -> list[Any]:
-        """Return the variables of what is held, or of a group, as arrays of names."""
-        avals = self.avals if prefix == "h" else self.group_avals
-        return [
-            np.array([f"{prefix}{k}_{c}" for c in range(aval.size)], object).reshape(aval.shape)
-            for k, aval in enumerate(avals)
-        ]
 
-    def begun(self, prefix: str) -> tuple[list[str], list[Any]]:
-        """Return the lines and the values of what is held before the first item."""
-
-        def start() -> Any:
-            return jax.tree.leaves([step.start(1) for step in self.steps])
-
-        return _lines(prefix, start)
-
-    def fresh(self, prefix: str) -> tuple[list[str], list[Any]]:
-        """Return the lines and the values of a group before its first item."""
-
-        def fresh(held: Any) -> Any:
-            pairs = zip(self.steps, held, strict=True)
-            return jax.tree.leaves([step.fresh(own, 1) for step, own in pairs])
-
-        return _lines(prefix, fresh, (self.tree, self.avals, self.named("h")))
-
-    def joined(self, prefix: str) -> list[str]:
-        """Return the lines that add a group to what is held."""
-
-        def joined(held: Any, of_group: Any) -> Any:
-            triples = zip(self.steps, held, of_group, strict=True)
-            return jax.tree.leaves([step.with_group(a, b) for step, a, b in triples])
-
-        of_group = self.group_tree, self.group_avals, self.named("g")
-        held = self.named("h")
-        text, values = _lines(prefix, joined, (self.tree, self.avals, held), of_group)
-        return [*text, *self.assigned(held, values)]
-
-    def defined(self, prefix: str, begun: tuple[list[str], list[Any]]) -> list[str]:
-        """Return the lines that make variables with some values."""
-        lines, values = begun
-        avals = self.avals if prefix == "h" else self.group_avals
-        triples = zip(avals, self.named(prefix), values, strict=True)
-        own = [
-            f"{type_of(aval.dtype)} {name} = {value};"
-            for aval, names, array in triples
-            for name, value in zip(names.ravel(), _texts(array, aval), strict=True)
-        ]
-        return [*lines, *own]
-
-    def assigned(self, variables: Sequence[Any], values: Sequence[Any]) -> list[str]:
-        """Return the lines that give variables new values, all at once."""
-        avals = self.avals if variables[0].ravel()[0][0] == "h" else self.group_avals
-        pairs = [
-            (type_of(aval.dtype), name, value)
-            for aval, names, array in zip(avals, variables, values, strict=True)
-            for name, value in zip(names.ravel(), _texts(array, aval), strict=True)
-        ]
-        pairs = [(type_, name, value) for type_, name, value in pairs if name != value]
-        new = [f"const {type_} new_{name} = {value};" for type_, name, value in pairs]
-        return [*new, *(f"{name} = new_{name};" for _, name, _ in pairs)]
-
-    def written(self, held: Sequence[Any]) -> list[str]:
-        """Return the lines that write the state of a thread."""
-        lines = Lines("z")
-        totals = Translation(lines).program(self.end, held)
-        own = [
-            f"O{k}.data[tid*{aval.size}+{c}] = {value};"
-            for k, (array, aval) in enumerate(zip(totals, self.end.out_avals, strict=True))
-            for c, value in enumerate(_texts(array, aval))
-        ]
-        return [*lines.at(0), *own]
-
-
-def _lines(prefix: str, fun: Callable[..., Any], *args: Any) -> tuple[list[str], list[Any]]:
-    """Translate a function of trees of variables, each a structure, types and names."""
-    trees = [tree.unflatten(avals) for tree, avals, _ in args]
-    lines, names = Lines(prefix), [name for *_, own in args for name in own]
-    values = Translation(lines).program(jax.make_jaxpr(fun)(*trees), names)
+def _translated(prefix: str, fun: Callable[..., Any], *args: _Variables) -> Any:
+    """Translate a function of trees; return the lines, and the leaves of what it returns."""
+    closed = jax.make_jaxpr(lambda *trees: jax.tree.leaves(fun(*trees)))(
+        *(own.tree.unflatten(own.avals) for own in args)
+    )
+    lines = Lines(prefix)
+    values = Translation(lines).program(closed, [x for own in args for x in own.arrays])
     return lines.at(0), values
 
 
-def _texts(array: Any, aval: Any) -> list[str]:
-    """Return the numbers of an array as text."""
-    array = np.broadcast_to(array, aval.shape)
-    if not is_known(array):
-        return list(array.ravel())
-    return [literal(x, type_of(aval.dtype)) for x in array.ravel()]
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+def _code(write: Callable[[Any], list[str]], translated: Any) -> list[str]:
+    lines, values = translated
+    return [*lines, *write(values)]

@@ -334,14 +334,14 @@ class Translation:
         which, *cases = ins
         if is_known(which) and which.ndim == cases[0].ndim:
             return np.choose(which.astype(int), [named(x, out.dtype) for x in cases])
-        which, *cases = map(named, ins, dtypes)
-        if len(cases) == 2:
-            text = "({0}?{2}:{1})"
-            return self.numbers(text, out.dtype, [jnp.bool_, *dtypes[1:]], [which, *cases])
-        found = cases[-1]
+        return self._choice(which, dtypes[0], cases, out)
+
+    def _choice(self, which: Any, dtype: Any, cases: Sequence[Any], out: Any) -> Any:
+        """Return the case that ``which`` counts; the last one, if there are not so many."""
+        found, own = cases[-1], [dtype, out.dtype, out.dtype]
         for i, case in reversed([*enumerate(cases[:-1])]):
-            own = [dtypes[0], out.dtype, out.dtype]
-            found = self.numbers(f"({{0}}<={i}?{{1}}:{{2}})", out.dtype, own, [which, case, found])
+            test = "!{0}" if type_of(dtype) == "bool" else f"{{0}}<={i}"
+            found = self.numbers(f"({test}?{{1}}:{{2}})", out.dtype, own, [which, case, found])
         return found
 
     def _convert_element_type(self, _: Any, out: Any, dtypes: Sequence[Any], ins: Any) -> Any:
@@ -426,17 +426,9 @@ class Translation:
         if is_known(which):
             return self.program(branches[int(np.clip(which, 0, len(branches) - 1))], operands)
         each = [self.program(branch, operands) for branch in branches]
-        dtype, results = eqn.invars[0].aval.dtype, []
-        for var, *cases in zip(eqn.outvars, *each, strict=True):
-            out: Any = var.aval
-            names = [named(np.asarray(x), out.dtype) for x in cases]
-            found = names[-1]
-            for i, case in reversed([*enumerate(names[:-1])]):
-                own = [dtype, out.dtype, out.dtype]
-                test = "!{0}" if type_of(dtype) == "bool" else f"{{0}}<={i}"
-                found = self.numbers(f"({test}?{{1}}:{{2}})", out.dtype, own, [which, case, found])
-            results.append(found)
-        return results
+        dtype = eqn.invars[0].aval.dtype
+        pairs = zip(eqn.outvars, zip(*each, strict=True), strict=True)
+        return [self._choice(which, dtype, cases, var.aval) for var, cases in pairs]
 
     def _added_exactly(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """Return what `rankax.core.loop.shared.add_exactly` does."""
