@@ -28,7 +28,7 @@ from rankax.ext.fused.scalars import Lines, Refused, Translation, named, type_of
 
 _BLOCK = 32  # items that are folded without what rounding takes
 _MOST_NUMBERS = 256  # of an argument of one item, or of a state
-MOST_INDEX = 2**31 - 1  # indices in a kernel are 32-bit integers
+MOST_INDEX = 2**31 - 64  # an index in a kernel has 32 bits, and goes a block beyond the last item
 _THREADS, _LEAST_ITEMS = 2**17, 64  # wanted, and items of each at least
 
 # CUDA has these, Warp on a CPU has not. `div.full` is within two units in the last place.
@@ -205,10 +205,10 @@ def _places(groups: Sequence[AxisGroup]) -> str:
 
 
 def _flat_index(loops: Sequence[AxisGroup], type_: str) -> str:
-    text = "0"
+    text = f"({type_})0"
     for loop in loops:
         text = f"({text}*n{loop.name}+{loop.name})"
-    return f"({type_}){text}"
+    return text
 
 
 def _bounds(loops: Sequence[AxisGroup], depth: int) -> tuple[str, str]:
@@ -231,7 +231,7 @@ def _around(
     if not loops:
         return [*block]
     n = f"n{loops[0].name}"
-    text = [f"const int end = part*len+len < {n} ? part*len+len : {n};"]
+    text = [f"const int end = {n}-part*len > len ? part*len+len : {n};"]
     for depth, loop in enumerate(loops[:-1], 1):
         (first, last), i = _bounds(loops, depth), loop.name
         text.append(f"for (int {i} = {first}; {i} < {last}; ++{i}) {{")

@@ -97,7 +97,9 @@ def literal(value: Any, type_: str) -> str:
         return "true" if value else "false"
     if type_ not in ("float", "double"):
         # The least number has no literal: its minus is an operator.
-        return f"({int(value) + 1}-1)" if int(value) in (-(2**31), -(2**63)) else str(int(value))
+        suffix = "LL" if type_ == "long long" else ""
+        is_least = int(value) in (-(2**31), -(2**63))
+        return f"({int(value) + 1}{suffix}-1)" if is_least else f"{int(value)}{suffix}"
     number = float(value)
     if not math.isfinite(number):
         text = "NAN" if number != number else "INFINITY" if number > 0 else "(-INFINITY)"
@@ -147,6 +149,7 @@ _INTEGERS = _table("""
     add: (T)((U){0}+(U){1})
     sub: (T)((U){0}-(U){1})
     mul: (T)((U){0}*(U){1})
+    square: (T)((U){0}*(U){0})
     neg: (T)(0-(U){0})
     abs: ({0}<0?(T)(0-(U){0}):{0})
     sign: (T)(({0}>0)-({0}<0))
@@ -218,15 +221,10 @@ def _converted(old: str, new: str) -> str:
     if new == "bool":
         return "({0}!=0)"
     if old in ("float", "double") and new not in ("float", "double"):
-        low, high = {
-            "int": ("-2147483647-1", "2147483647"),
-            "unsigned": ("0u", "4294967295u"),
-            "long long": ("-9223372036854775807LL-1", "9223372036854775807LL"),
-        }[new]
-        top = {"int": "2147483648.0", "unsigned": "4294967296.0"}.get(new, "9223372036854775808.0")
-        least = "0.0" if new == "unsigned" else f"-{top}"
-        inside = f"{{0}}<={least}?({low}):({new}){{0}}"
-        return f"({{0}}!={{0}}?0:({{0}}>={top}?({high}):({inside})))"
+        info = np.iinfo({"int": np.int32, "unsigned": np.uint32}.get(new, np.int64))
+        low, high = literal(info.min, new), literal(info.max, new)
+        inside = f"{{0}}<={float(info.min)}?({new}){low}:({new}){{0}}"
+        return f"({{0}}!={{0}}?0:({{0}}>={float(info.max + 1)}?({new}){high}:({inside})))"
     return f"(({new}){{0}})"
 
 
@@ -260,9 +258,8 @@ class Translation:
             return ins[: len(eqn.outvars)]
         if name in _CALLS:
             inner = params[_CALLS[name]]
-            return self.program(
-                inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), ins
-            )
+            closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+            return self.program(closed, ins)
         if eqn.effects:
             raise Refused("it has an effect")
         if name == "cond":
@@ -283,13 +280,8 @@ class Translation:
         if name in _OWN:
             return getattr(self, f"_{name}")(params, out, dtypes, ins)
         if name == "polynomial":
-            x, *coefficients = ins
-            step = "({0}*{1}+{2})"
-            own = [out.dtype] * 3
-            return functools.reduce(
-                lambda found, c: self.numbers(step, out.dtype, own, [found, x, c]),
-                coefficients[::-1],
-            )
+            horner = functools.partial(self.numbers, "({0}*{1}+{2})", out.dtype, [out.dtype] * 3)
+            return functools.reduce(lambda found, c: horner([found, ins[0], c]), ins[:0:-1])
         if name == "dot_general":
             return self._product(params, out, dtypes, ins)
         if name in _FOLDS:
