@@ -108,7 +108,7 @@ def test_help_shows_the_options_of_auto_vmap():
         "(*positional_ranks, ranks=None, chunk_size='auto', memory_limit=None, reduce=None, "
         "reduce_axis=None, over=None, where=None, batch_shape=None, checkpoint=None, jit=False, "
         "compiler_options=None, progress=False, devices=None, lockstep=True, bucket=False, "
-        "batched=False, cpu_math=False, xla_cpu=True, hoist=True, **named_ranks)"
+        "batched=False, cpu_math=False, xla_cpu=True, hoist=True, fused=False, **named_ranks)"
     )
     assert str(signature) == shown
     page = pydoc.render_doc(rankax.auto_vmap, renderer=pydoc.plaintext)

@@ -26,6 +26,7 @@ from rankax.core.protocols import NO_RULES, Rules
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.derivatives import plainly
 from rankax.ext.devices.place import checked_devices
+from rankax.ext.fused.option import can_fuse, checked_fused
 from rankax.ext.lengths import checked_bucket
 from rankax.ext.memory.budget import checked_limit
 from rankax.ext.progress import ProgressOption, checked_progress
@@ -115,6 +116,7 @@ class Options:
     cpu_math: bool = option(False, scoped=True)
     xla_cpu: bool = option(rules.DEFAULT, scoped=True)
     hoist: bool = option(True, scoped=True)
+    fused: bool | str = option(False, checked_fused, scoped=True)
     reduce: Reductions | None = option(None, read_reductions)
     reduce_axis: int | tuple[int, ...] | None = option(None, _reduce_axis)
     over: tuple[str, ...] | None = option(None, _over)
@@ -153,7 +155,9 @@ class Options:
     def at(self, arrays: Iterable[Any]) -> Self:
         """Return the options of a call with these arrays, which know where it runs."""
         target = self.target or target_of(arrays)
-        return self if target == self.target else self.replace(target=target)
+        found = self if target == self.target else self.replace(target=target)
+        is_off = self.fused == "auto" and not can_fuse(target)
+        return found.replace(fused=False) if is_off else found
 
     @property
     def on_cpu(self) -> bool:
@@ -220,8 +224,10 @@ def check_batched(options: Options, site: str) -> None:
 def check_together(options: Options, site: str) -> None:
     """Refuse options that exclude each other, and those that do nothing without another one."""
     check_batched(options, site)
-    for name in ("reduce_axis", "over", "where"):
-        if (value := getattr(options, name)) is not None and options.reduce is None:
+    for name in ("reduce_axis", "over", "where", "fused"):
+        value = getattr(options, name)
+        is_given = value is not None and value is not False and value != "auto"
+        if is_given and options.reduce is None:
             raise TypeError(
                 f"{site}: {name}={value!r} has no effect without reduce=, such as reduce='sum'"
             )
@@ -275,6 +281,7 @@ class Scoped(TypedDict, total=False):
     cpu_math: bool
     xla_cpu: bool
     hoist: bool
+    fused: bool | Literal["auto"]
 
 
 class Entered(Scoped, total=False):
@@ -313,7 +320,9 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
 
     Parameters
     ----------
-    chunk_size, memory_limit, checkpoint, progress, devices, lockstep, cpu_math, xla_cpu, hoist
+    chunk_size, memory_limit, checkpoint, progress, devices
+        As in `auto_vmap`.
+    lockstep, cpu_math, xla_cpu, hoist, fused
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel. `chunked_vmap`, `chunked_reduce` and the chunked Jacobians follow a scope,
         too, in each option for which they are given None.

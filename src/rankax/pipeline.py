@@ -46,6 +46,7 @@ from rankax.ext import cpu_math, once
 from rankax.ext.batched import Batched
 from rankax.ext.devices.call import devices_of
 from rankax.ext.devices.place import sharded_like
+from rankax.ext.fused import walk as fused
 from rankax.ext.lanes import walker as lanes
 from rankax.ext.memory import choose as memory
 from rankax.ext.progress import progress_of_call
@@ -155,6 +156,7 @@ def traced(call: Call, options: Options, place: Placement) -> Traced:
     whole = call.plan_whole(options)
     with place.inside():
         item = call.trace(whole, options.reduce)
+    item = fused.with_literals(item) if options.fused else item
     layout = place.layout(whole, item)
     part = whole.part(layout.shapes()[-1]) if layout else whole
     return Traced(call, options, place, whole, item, layout, part)
@@ -215,7 +217,8 @@ def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
     options, fitted = own.options, None
     if options.memory_limit is None:  # otherwise, only what will run is measured
         fitted = fit(own)
-        if not (fitted.plan.has_loop or fitted.plan.walked):
+        is_fused = options.fused and options.reduce is not None
+        if not (fitted.plan.has_loop or fitted.plan.walked or is_fused):
             return own, fitted
     is_asked = options.hoist and not (options.batched or own.call.lengths or own.part.is_empty)
     apart = once.hoist(own.item, own.part) if is_asked else None
@@ -234,14 +237,14 @@ def _item_of_lengths(own: Traced, *lengths: int) -> ItemProgram:
 
 
 def walk_of(plan: Plan, options: Options, inputs: tuple[int, ...], **own: Any) -> Nest:
-    """Return what walks the levels of a plan: nested maps and loops, or lanes.
+    """Return what walks the levels of a plan: nested maps and loops, lanes, or one kernel.
 
     ``own``: see `rankax.core.walk.nest_of`.
     """
     has_math = options.cpu_math and cpu_math.is_on(options)
     passes: tuple[Pass, ...] = (cpu_math.PASS,) if has_math else ()
     passes = passes if options.lockstep else (*passes, lanes.REVERSE)
-    return nest_of(
+    nest = nest_of(
         plan,
         inputs,
         reductions=options.reduce,
@@ -251,6 +254,7 @@ def walk_of(plan: Plan, options: Options, inputs: tuple[int, ...], **own: Any) -
         checkpoint=options.checkpoint is not False,
         **own,
     )
+    return fused.walk_of(nest, options) if options.fused else nest
 
 
 def _nest(

@@ -60,6 +60,7 @@ OPTIONS = {
     "sines of ours": {"cpu_math": True},
     "the plain program": {"xla_cpu": False},
     "no part moved": {"hoist": False},
+    "one kernel": {"fused": "auto"},
     "lanes": {"lockstep": False},
     "a stream": {"stream": True},
 }

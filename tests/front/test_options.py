@@ -136,7 +136,7 @@ def test_pickles_never_lose_options():
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
             "(options: chunk_size, memory_limit, checkpoint, progress, devices, lockstep, "
-            "cpu_math, xla_cpu, hoist, reduce, reduce_axis, over, where, batch_shape, "
+            "cpu_math, xla_cpu, hoist, fused, reduce, reduce_axis, over, where, batch_shape, "
             "jit, compiler_options, bucket and batched)",
         ),
         (
@@ -166,7 +166,7 @@ def test_pickles_never_lose_options():
             TypeError,
             "rankax.options: jit belongs to a kernel; use kernel.with_options(jit=...) (a scope "
             "can set chunk_size, memory_limit, checkpoint, progress, devices, lockstep, "
-            "cpu_math, xla_cpu and hoist)",
+            "cpu_math, xla_cpu, hoist and fused)",
         ),
     ],
 )

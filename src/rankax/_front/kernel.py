@@ -414,6 +414,7 @@ def auto_vmap(
     cpu_math: bool = False,
     xla_cpu: bool = True,
     hoist: bool = True,
+    fused: bool | Literal["auto"] = False,
     **named_ranks: RankTree,
 ) -> ReducingDecorator: ...
 
@@ -506,6 +507,12 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         ``where=``, ``batched=True`` or ``bucket=``. Chunks of pairs that multiply, or whose work
         cannot be moved, have as many rows as columns on a CPU. ``False``: evaluate everything of an
         item for each item, in other chunks.
+    fused : bool or "auto", default False
+        Evaluate a reduction as one kernel, compiled by NVIDIA Warp, which keeps the numbers of an
+        item in registers: for pairs on an NVIDIA GPU. ``True`` is an error, which names the
+        operation, where an item is not straight-line arithmetic of few numbers; ``"auto"`` fuses
+        what it can, on a GPU only. ``plan`` says whether a call is fused. Needs ``rankax[warp]``.
+        See :ref:`fused`.
 
     Devices
     -------

@@ -619,7 +619,8 @@ class Plan:
             # Stretched axes alone are none, or they would be axes of a part of 1 item.
             own = tuple([n for _, n in both]) if any(is_own for is_own, _ in both) else ()
             axes = tuple([n for n in own if n is not None])
-            return dataclasses.replace(leaf, lengths=own, batch_axes=axes)
+            whole = (*leaf.core_shape[: leaf.axis], *axes, *leaf.core_shape[leaf.axis :])
+            return dataclasses.replace(leaf, shape=whole, lengths=own, batch_axes=axes)
 
         leaves = tuple(map(of, self.leaves))
         return dataclasses.replace(self, batch_shape=shape, leaves=leaves).cut(None)

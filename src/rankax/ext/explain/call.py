@@ -14,6 +14,7 @@ from rankax.core.protocols import Placement
 from rankax.ext import cpu_math, once
 from rankax.ext.bucket import fill_up
 from rankax.ext.explain.plan import BatchPlan, shown
+from rankax.ext.fused import walk as fused
 from rankax.ext.memory import choose as memory
 from rankax.pipeline import (
     Traced,
@@ -24,6 +25,7 @@ from rankax.pipeline import (
     place_of,
     prepared,
     traced,
+    walk_of,
 )
 
 _LEAST_SHARE = 0.1
@@ -70,7 +72,11 @@ def _planned(call: KernelCall, options: Options, place: Placement) -> BatchPlan:
     schedule = once.shown(plan, whole, own.apart.hoisted) if own.apart else plan
     found |= {"batch_shape": whole.batch_shape, **fitted.found}
     found |= {} if own.apart else {"leaves": whole.leaves}
-    found |= {**own.layout.shown, "notes": _notes(own, schedule)}
+    item, inputs = (
+        (own.apart.item, own.apart.plan.mapped) if own.apart else (own.item, whole.mapped)
+    )
+    notes = *_notes(own, schedule), *fused.notes(walk_of(plan, fitted.options, inputs), item)
+    found |= {**own.layout.shown, "notes": notes}
     return shown(schedule, **found)
 
 

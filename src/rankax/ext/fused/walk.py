@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: MIT
+"""How a fused reduction takes part in a call: in place of the loops over the levels of a nest.
+
+All levels are mapped at once; those that are reduced are folded by `Fuser`. So reductions say what
+they accumulate, and how they are differentiated, as for any loop (`rankax.core.reduce.protocol`).
+
+What cannot be fused is walked by the loops of the plan: all of it, or only a derivative, such as
+that of a product, which stores states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from rankax._options import Options
+from rankax.core.base.arrays import SMALL
+from rankax.core.loop.loop import carried_with, varying_axes
+from rankax.core.plan.schedule import Level
+from rankax.core.reduce.row import Accumulation, Elementwise, Row, Steps
+from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.core.trace.programs import (
+    ItemProgram,
+    evaluate,
+    evaluate_by,
+    with_shape,
+    with_variables,
+)
+from rankax.core.walk import Nest, nest_of
+from rankax.ext.fused.fold import FusedFold, evaluated, sums_of
+from rankax.ext.fused.kernel import MOST_INDEX
+from rankax.ext.fused.scalars import Refused
+
+
+def walk_of(nest: Nest, options: Options) -> Nest:
+    """Return what walks a nest: one kernel, if it reduces and that can be written."""
+    if nest.reductions is None:
+        return nest
+    own = {field.name: getattr(nest, field.name) for field in dataclasses.fields(Nest)}
+    return FusedNest(**own, is_asked=options.fused is True)
+
+
+def with_literals(item: ItemProgram) -> ItemProgram:
+    """Return an item in which small arrays of integers, such as indices, are part of the program.
+
+    Other constants are operands of a kernel, whose numbers it reads when it runs.
+    """
+    closed = item.closed
+    inlined = [_is_index(x) for x in closed.consts]
+    if not any(inlined):
+        return item
+    others = [x for x, own in zip(closed.consts, inlined, strict=True) if not own]
+    known = [np.asarray(x) if own else None for x, own in zip(closed.consts, inlined, strict=True)]
+
+    def program(*args: Any) -> list[Any]:
+        rest = iter(args)
+        consts = [next(rest) if x is None else _spelled_out(x) for x in known]
+        return evaluate(closed.jaxpr, consts, *rest)
+
+    whole = jax.make_jaxpr(program)(*map(jax.typeof, others), *closed.in_avals)
+    count = len(others)
+    jaxpr = whole.jaxpr
+    jaxpr = with_variables(
+        jaxpr, jaxpr.invars[count:], jaxpr.outvars, constvars=jaxpr.invars[:count]
+    )
+    return dataclasses.replace(item, closed=ClosedJaxpr(jaxpr, others))
+
+
+def _is_index(x: Any) -> bool:
+    if isinstance(x, core.Tracer) or jnp.size(x) > SMALL:
+        return False
+    return jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+
+
+def _spelled_out(x: Any) -> jax.Array:
+    """Return an array made of literals."""
+    numbers = [lax.full((1,), number, x.dtype) for number in x.ravel()]
+    return (
+        lax.reshape(lax.concatenate(numbers, 0), x.shape)
+        if numbers
+        else jnp.zeros(x.shape, x.dtype)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedNest(Nest):
+    """A nest whose reduced levels are one kernel; its plan has the loops where that cannot be.
+
+    Attributes
+    ----------
+    is_asked : bool
+        Whether it is an error if that cannot be.
+    """
+
+    is_asked: bool = False
+
+    def walk(self, item: ItemProgram, leaves: Sequence[Any]) -> list[Any]:
+        if self.before is not None:
+            return dataclasses.replace(self, before=None).walk(*self.before(item, leaves))
+        if self.plan.is_empty:
+            return super().walk(item, leaves)
+        forward, backward = self.passes_of(item)
+        args = list(item.closed.consts), list(map(jnp.asarray, leaves))
+        assert self.reductions is not None
+        key = None if self.reductions.are_ordered else self
+        try:
+            if not self.differentiable:
+                return forward(*args)
+            return call_with_derivative_of(backward, forward, *args, key=key)
+        except Refused as error:
+            if self.is_asked:
+                raise ValueError(
+                    f"{item.site}: it cannot be one kernel, because of {error}; fused='auto' "
+                    "evaluates such a call as without the option"
+                ) from None
+        return super().walk(item, leaves)
+
+    def passes_of(self, item: ItemProgram) -> tuple[Any, Any]:
+        """Return the walk that is evaluated, and the one that is differentiated.
+
+        Both take the constants of the item and the leaves. They hold no array.
+        """
+        jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
+        bare = dataclasses.replace(item, closed=None)
+
+        def given(consts: Sequence[Any]) -> ItemProgram:
+            return dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, list(consts)))
+
+        def forward(consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+            return self.in_one_kernel(differentiable=False).walk(given(consts), leaves)
+
+        def backward(consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+            try:
+                return self.in_one_kernel(differentiable=True).walk(given(consts), leaves)
+            except Refused:
+                return Nest.walk(self, given(consts), leaves)
+
+        return forward, backward
+
+    def in_one_kernel(self, *, differentiable: bool) -> Nest:
+        """Return the nest that is one kernel; to walk it raises `Refused` if it cannot be."""
+        if self.takes_chunks:
+            raise Refused("batched=True, with which the kernel itself takes many items")
+        plan = self.plan.cut(None)
+        kept = [n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced]
+        arrays = [leaf.shape for leaf in plan.leaves if leaf.is_array]
+        if max(map(math.prod, [kept, *arrays])) > MOST_INDEX:
+            raise Refused("an array of 2**31 numbers or more")
+        nest = nest_of(
+            plan,
+            self.inputs,
+            reductions=self.reductions,
+            passes=self.passes,
+            differentiable=differentiable,
+        )
+        levels = [
+            dataclasses.replace(level, walker=FUSER) if level.reduced else level
+            for level in nest.plan.levels
+        ]
+        return dataclasses.replace(nest, plan=dataclasses.replace(nest.plan, levels=tuple(levels)))
+
+
+class Fuser:
+    """What folds the rows of a reduction in one kernel (`core/protocols.py`, `Walker`)."""
+
+    count = 1
+
+    def walk(self, *args: Any, **settings: Any) -> list[Any]:
+        """Never called: only levels that are reduced have this walker."""
+        raise NotImplementedError
+
+    def fold(self, row: Row, steps: Steps, kept: Sequence[int], *, linear: bool) -> list[Any]:
+        """FusedFold a row; raise `Refused` if no kernel can."""
+        if kept:
+            raise Refused("an output that is kept whole")
+        if row.levels[0].numbered:
+            raise Refused("an item that depends on its place, as split keys and buckets do")
+        is_sum, is_constant = all(map(_is_sum, steps)), not row.levels[0].differentiable
+        if not is_constant and not (is_sum and linear):
+            raise Refused("a derivative that stores states")
+        item, operands, on = _item_of(row, steps)
+        if is_constant:
+            operands = list(map(lax.stop_gradient, operands))
+        sizes = tuple([level.size for level in row.levels])
+        fold = FusedFold(item, sizes, (True,) * len(sizes), tuple(on), tuple(steps))
+        fold = sums_of(item, fold, fold.reduced, on) if is_sum else fold
+        _ = fold.kernel  # what cannot be written is refused here
+        states = evaluated(fold, operands)
+        if is_sum:
+            return [lax.expand_dims(x, (x.ndim,)) for x in states]
+        return jax.tree.structure(fold.states).unflatten(states)
+
+
+FUSER = Fuser()
+
+
+def _is_sum(step: Accumulation) -> bool:
+    adds = step.accumulator
+    return step.mask is None and isinstance(adds, Elementwise) and adds.combine is lax.add
+
+
+def _item_of(row: Row, steps: Steps) -> tuple[ClosedJaxpr, list[Any], list[tuple[bool, ...]]]:
+    """Return the program of an item without constants, its operands, and which axes they have.
+
+    Its outputs are what sums add up, or those of the row, with zeros for those that no step takes.
+    """
+    pairs = [_in_front(row.levels, i, leaf) for i, leaf in enumerate(row.leaves)]
+    cores = [with_shape(jax.typeof(x), x.shape[sum(own) :]) for x, own in pairs]
+    used = {i for step in steps for i in (*jax.tree.leaves(step.outputs), step.mask)}
+
+    def taken(*items: Any) -> list[Any]:
+        outs = row.item(*items)
+        if all(map(_is_sum, steps)):
+            pairs: Any = [(step.outputs, step.accumulator) for step in steps]
+            return [outs[i].astype(adds.dtype) for i, adds in pairs]
+        return [x if i in used else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(outs)]
+
+    closed = jax.make_jaxpr(taken)(*cores)
+    operands = [*closed.consts, *(x for x, _ in pairs)]
+    on = [*[(False,) * len(row.levels)] * len(closed.consts), *(own for _, own in pairs)]
+    jaxpr = closed.jaxpr
+    bare = with_variables(jaxpr, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    return _of_one_type(bare, operands), operands, on
+
+
+def _of_one_type(jaxpr: Jaxpr, operands: Sequence[Any]) -> ClosedJaxpr:
+    """Return a program whose inputs all vary along the same axes of a mesh, in `jax.shard_map`.
+
+    A step that makes them so would be transposed to a sum over devices, in each item.
+    """
+    if len(set(map(varying_axes, operands))) < 2:
+        return ClosedJaxpr(jaxpr, ())
+    varying = carried_with(list(operands), operands)
+    types: list[Any] = [v.aval for v in jaxpr.invars]
+    pairs = zip(varying, types, strict=True)
+    avals = [with_shape(jax.typeof(x), own.shape) for x, own in pairs]
+
+    def step(fun: Any, eqn: Any, _: Any, values: list[Any]) -> list[Any]:
+        return values if eqn.primitive.name in ("pvary", "pcast") else fun(*values)
+
+    return jax.make_jaxpr(lambda *args: evaluate_by(step, jaxpr, args))(*avals)
+
+
+def _in_front(levels: Sequence[Level], i: int, leaf: Any) -> tuple[Any, tuple[bool, ...]]:
+    """Return leaf ``i`` with the axes of the levels in front, and which levels have one."""
+    axes = list(range(jnp.ndim(leaf)))
+    places = [None if (axis := level.in_axes[i]) is None else axes.pop(axis) for level in levels]
+    order = [*(place for place in places if place is not None), *axes]
+    leaf = leaf if order == sorted(order) else jnp.transpose(leaf, order)
+    return leaf, tuple([place is not None for place in places])
+
+
+def notes(nest: Nest, item: ItemProgram) -> list[str]:
+    """Say of a plan whether its call is one kernel, or why not."""
+    if not isinstance(nest, FusedNest) or nest.plan.is_empty:
+        return []
+    forward, _ = nest.passes_of(item)
+    shapes = {leaf.position: leaf.shape for leaf in nest.plan.leaves}
+    pairs = zip(nest.inputs, item.closed.in_avals, strict=False)
+    leaves = [jax.ShapeDtypeStruct(shapes[i], aval.dtype) for i, aval in pairs]
+    try:
+        jax.eval_shape(functools.partial(forward, list(item.closed.consts)), leaves)
+    except Refused as error:
+        return [f"not fused, because of {error}"]
+    return ["fused: one kernel, which stores nothing for an item"]
