@@ -50,7 +50,7 @@ REDUCED = [
 
 
 @pytest.mark.parametrize("axes", ["j", slow("i"), slow("i j")])
-@pytest.mark.parametrize("reduce", REDUCED, ids=str)
+@pytest.mark.parametrize("reduce", REDUCED, ids=lambda own: own if isinstance(own, str) else type(own).__name__)
 @pytest.mark.parametrize("chunk_size", [4, slow(None)])
 def test_reductions_are_those_of_new_axes(reduce, axes, chunk_size):
     named, other = pair(reduce=reduce, axes=axes, chunk_size=chunk_size)
