@@ -49,8 +49,13 @@ REDUCED = [
 ]
 
 
+def named(reduce):
+    """Return a name that every process of the tests agrees on."""
+    return reduce if isinstance(reduce, str) else type(reduce).__name__
+
+
 @pytest.mark.parametrize("axes", ["j", slow("i"), slow("i j")])
-@pytest.mark.parametrize("reduce", REDUCED, ids=lambda own: own if isinstance(own, str) else type(own).__name__)
+@pytest.mark.parametrize("reduce", REDUCED, ids=named)
 @pytest.mark.parametrize("chunk_size", [4, slow(None)])
 def test_reductions_are_those_of_new_axes(reduce, axes, chunk_size):
     named, other = pair(reduce=reduce, axes=axes, chunk_size=chunk_size)
