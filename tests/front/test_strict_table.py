@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: MIT
+"""Every front end in every strict mode of JAX, and in every place that JAX has.
+
+What JAX itself cannot do there is in `CANNOT`, and in docs/limits.md.
+"""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from helpers import assert_same
+from strict_calls import CALLS, NO_GRADIENT, X, called
+
+CALLED = list(CALLS)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((1,), ("s",), axis_types=(AxisType[kind],))
+
+
+def debug_nans(fun):
+    with jax.debug_nans(True):
+        return fun(jnp.asarray(X))
+
+
+def key_checker(fun):
+    with jax.debug_key_reuse(True):
+        return fun(jnp.asarray(X))
+
+
+def checked_leaks(fun):
+    with jax.checking_leaks():
+        return fun(jnp.asarray(X))
+
+
+def ranks_raise(fun):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        return fun(jnp.asarray(X))
+
+
+def in_shard_map(fun):
+    def on_device(x):
+        return jax.tree.map(lambda y: jnp.asarray(y)[None], fun(x))
+
+    mapped = jax.shard_map(on_device, mesh=mesh_of("Auto"), in_specs=P("s"), out_specs=P("s"))
+    return jax.tree.map(lambda y: y[0], jax.jit(mapped)(jnp.asarray(X)))
+
+
+def auto_mesh(fun):
+    return fun(jax.device_put(X, NamedSharding(mesh_of("Auto"), P("s"))))
+
+
+def explicit_mesh(fun):
+    mesh = mesh_of("Explicit")
+    with jax.set_mesh(mesh):
+        return jax.device_get(fun(jax.device_put(X, NamedSharding(mesh, P()))))
+
+
+def no_transfers(fun):
+    x, compiled = jnp.asarray(X), jax.jit(fun)
+    compiled(x)
+    with jax.transfer_guard("disallow"):
+        return compiled(x)
+
+
+def exported(fun):
+    call = jax.export.export(jax.jit(fun))(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    return jax.export.deserialize(call.serialize()).call(jnp.asarray(X))
+
+
+def lowered(fun):
+    return jax.jit(fun).lower(jnp.asarray(X)).compile()(jnp.asarray(X))
+
+
+def in_threads(fun):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(fun, [jnp.asarray(X)] * 2))[1]
+
+
+MODES = [
+    *(debug_nans, key_checker, checked_leaks, ranks_raise, in_shard_map, auto_mesh, explicit_mesh),
+    *(no_transfers, exported, lowered, in_threads),
+]
+#: What JAX cannot do, by mode and call.
+CANNOT: dict[tuple[str, str], str] = {}
+AT_EACH_RUN = ("map", "max", "jacfwd")
+
+
+def cells():
+    for mode in MODES:
+        for name in CALLED:
+            is_quick = name in AT_EACH_RUN and mode in (in_shard_map, explicit_mesh, no_transfers)
+            marks = () if is_quick else pytest.mark.slow
+            yield pytest.param(mode, name, id=f"{mode.__name__}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("mode", "name"), [*cells()])
+def test_each_call_in_each_mode(mode, name):
+    fun, plain = CALLS[name]
+    gradient = name not in NO_GRADIENT
+    if reason := CANNOT.get((mode.__name__, name)):
+        pytest.skip(reason)
+    got = mode(lambda x: called(fun, x, gradient=gradient))
+    want = jax.jit(lambda x: called(plain, x, gradient=gradient))(jnp.asarray(X))
+    assert_same(got, want, rtol=1e-3, atol=1e-5)
+
+
+def in_a_process(names, **environment):
+    """Run the script in a process of its own, which remembers nothing."""
+    script = str(Path(__file__).with_name("strict_calls.py"))
+    found = subprocess.run(
+        [sys.executable, script, *names],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not found.returncode, found.stderr
+
+
+SWITCHES = ["JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_ENABLE_CHECKS"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", SWITCHES[1:])
+def test_switches_of_a_process(switch):
+    in_a_process([], **{switch: "1"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLED)
+def test_the_first_call_of_a_process_without_jit(name):
+    in_a_process([name], JAX_DISABLE_JIT="1")
+
+
+def test_calls_without_jit():
+    in_a_process(["map", "jacfwd", "ragged"], JAX_DISABLE_JIT="1")
