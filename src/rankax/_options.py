@@ -18,13 +18,12 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 
 from jax.sharding import PartitionSpec
 
-from rankax.core.base.arrays import Target, is_cpu, target_of
+from rankax.core.base.arrays import Target, is_cpu, plainly, target_of
 from rankax.core.base.messages import check_bool, checked_int, listed, positive_int
 from rankax.core.declare.ranks import SYNONYMS
 from rankax.core.loop.eager_programs import checking
 from rankax.core.protocols import NO_RULES, Rules
 from rankax.core.reduce.run import Reductions
-from rankax.core.trace.derivatives import plainly
 from rankax.ext.devices.place import checked_devices
 from rankax.ext.fused.option import can_fuse, checked_fused
 from rankax.ext.lengths import checked_bucket

@@ -122,9 +122,11 @@ def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
         or options.memory_limit is not None
         or (options.cpu_math and cpu_math.is_on(options))
     )
+    if not needs_item:
+        return plan
     is_whole = not plan.has_loop and options.lockstep and place.layout(plan, None).count == 1
-    if not needs_item or not is_whole or not call.has_collective(plan):
-        return None if needs_item else plan
+    if not is_whole or not call.has_collective(plan):
+        return None
     memory.check_whole(call, plan, options)
     return plan
 

@@ -623,9 +623,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     nodes: dict[int, Any] = {}
     for name, value in values.items():
         for path, subtree, rank in _with_ranks(kernel, name, value):
-            if rank is not None and any(
-                map(is_sparse, jax.tree.leaves(subtree, is_leaf=is_sparse))
-            ):
+            is_tree = rank is not None and not isinstance(subtree, (jax.Array, np.ndarray))
+            if is_tree and any(map(is_sparse, jax.tree.leaves(subtree, is_leaf=is_sparse))):
                 raise refusal_of_sparse(f"{kernel.name}()", path, subtree)
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))

@@ -14,17 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from rankax.core.base.arrays import in_32_bits, is_narrow
-from rankax.core.base.sizes import at_most
+from rankax.core.base.arrays import in_32_bits, is_narrow, is_plain
 from rankax.core.loop.loop import map_level, on_explicit_mesh
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import number_items, vmap_level
-from rankax.core.plan.schedule import Level, Plan
+from rankax.core.plan.schedule import Level, Plan, at_most
 from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
 from rankax.core.reduce.run import Reductions, RowReduction
 from rankax.core.trace.derivatives import (
     call_with_derivative_of,
-    is_plain,
     makes_constant_ref,
     makes_ref,
     without_derivative,

@@ -37,8 +37,9 @@ from jax import lax
 from jax.extend.core import Literal
 
 from rankax._options import Options
+from rankax.core.base.arrays import is_plain
 from rankax.core.base.messages import listed, plural
-from rankax.core.trace.derivatives import call_with_derivative_of, is_plain
+from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import evaluate, with_equations, with_shape, with_subprograms
 from rankax.ext.equations import operations
 

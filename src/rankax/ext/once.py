@@ -30,9 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from rankax.core.base.sizes import at_most
 from rankax.core.declare.dims import Rank
-from rankax.core.plan.schedule import LeafPlan, Plan, broadcast, leaf_plan
+from rankax.core.plan.schedule import LeafPlan, Plan, at_most, broadcast, leaf_plan
 from rankax.core.trace.programs import ItemProgram, with_variables
 from rankax.core.walk import Nest
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, cost, numbers_of

@@ -24,8 +24,6 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rankax.core.base.sizes import at_most, is_known
-
 
 class _StagedError(Exception):
     """Raised instead of adding a step to a program that is being traced."""
@@ -53,6 +51,24 @@ def is_staged() -> bool:
     except _StagedError:
         return True
     return False
+
+
+_plain = ContextVar("rankax_plain", default=False)
+
+
+@contextlib.contextmanager
+def plainly(value: bool) -> Generator[None]:
+    """Enter a scope in which programs have no primitive of this library, or may have some."""
+    token = _plain.set(value)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def is_plain() -> bool:
+    """Whether programs are to have no primitive of this library."""
+    return _plain.get()
 
 
 def scalar(value: Any, dtype: Any) -> jax.Array:
@@ -117,12 +133,16 @@ def is_ref(value: Any) -> bool:
 
 def index_dtype(size: int) -> Any:
     """Return the dtype of the flat indices of ``size`` items, which may not fit it."""
-    return jnp.int32 if at_most(size, 2**31 - 1) else jax.dtypes.canonicalize_dtype(jnp.int64)
+    return (
+        jnp.int32
+        if isinstance(size, int) and size < 2**31
+        else jax.dtypes.canonicalize_dtype(jnp.int64)
+    )
 
 
 def too_many(size: int) -> str:
     """Say that the indices of ``size`` items do not fit their dtype, if they do not."""
-    if not is_known(size) or size <= jnp.iinfo(index_dtype(size)).max:
+    if not isinstance(size, int) or size <= jnp.iinfo(index_dtype(size)).max:
         return ""
     return (
         f"the indices of {size} items need 64 bits; call "

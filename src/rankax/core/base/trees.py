@@ -42,8 +42,9 @@ def is_leaf(tree: Any) -> bool:
 
 def is_sparse(node: Any) -> bool:
     """Whether this is a sparse matrix of JAX, whose structure says how many batch axes it has."""
-    modules = (base.__module__ for base in type(node).__mro__)
-    return any(module.startswith("jax.experimental.sparse") for module in modules)
+    if isinstance(node, (jax.Array, np.ndarray, int, float)):
+        return False
+    return any("jax.experimental.sparse" in base.__module__ for base in type(node).__mro__)
 
 
 def refusal_of_sparse(site: str, path: str, node: Any) -> TypeError:

@@ -66,11 +66,11 @@ from jax import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType
 
-from rankax.core.base.arrays import is_ref, is_staged
+from rankax.core.base.arrays import is_plain, is_ref, is_staged
 from rankax.core.base.cache import Kept, switch
 from rankax.core.base.messages import caller_level
 from rankax.core.trace import programs
-from rankax.core.trace.derivatives import RULES, call_of, is_plain
+from rankax.core.trace.derivatives import RULES, call_of
 from rankax.core.trace.programs import ItemProgram
 
 

@@ -63,11 +63,10 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, PartitionSpec
 
 from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, scalar, zeros
-from rankax.core.base.sizes import at_most, is_known
 from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, pays_to_lend, with_slope
 from rankax.core.loop.spec import PLACE, vmap_level
-from rankax.core.plan.schedule import Chunks, Level
+from rankax.core.plan.schedule import Chunks, Level, at_most, is_known
 from rankax.core.trace.derivatives import has_refs, keep_rules
 from rankax.core.trace.programs import evaluate, with_axis
 

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.interpreters import ad, batching, mlir
 
-from rankax.core.base.arrays import SMALL, has_tangent, is_ref
-from rankax.core.base.sizes import at_most
-from rankax.core.trace.derivatives import is_plain
+from rankax.core.base.arrays import SMALL, has_tangent, is_plain, is_ref
+from rankax.core.plan.schedule import at_most
 from rankax.core.trace.programs import subprograms
 
 MOST_PLAIN = 20  # sums one after another that are not worth it; `jax.numpy.sum` makes about as many

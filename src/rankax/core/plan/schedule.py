@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from rankax.core.base.messages import function_location, function_name
-from rankax.core.base.sizes import at_most, is_known
 from rankax.core.declare.dims import Dim, Rank
 
 Shape = tuple[int, ...]
@@ -33,6 +32,27 @@ InAxes = tuple[int | None, ...]
 
 
 _MOST_KEYS = 2**32  # jax.random.fold_in takes a number of 32 bits
+
+
+# With `jax.export`, a length may be an expression such as ``4*k``. To compare it is an error where
+# not all of its values agree.
+
+
+def is_known(size: Any) -> bool:
+    """Whether a length is a number."""
+    return isinstance(size, int)
+
+
+def at_most(size: Any, bound: Any) -> bool:
+    """Whether a length is at most so large; not if that is unknown."""
+    if isinstance(size, int) and isinstance(bound, int):
+        return size <= bound
+    try:
+        return bool(size <= bound)
+    except Exception as error:  # of JAX, which planning does not import
+        if type(error).__name__ != "InconclusiveDimensionOperation":
+            raise
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,6 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from rankax.core.base.arrays import counted, index_dtype, scalar, zeros_of
-from rankax.core.base.sizes import at_most
 from rankax.core.loop.loop import (
     Sink,
     Tile,
@@ -56,7 +55,7 @@ from rankax.core.loop.loop import (
 )
 from rankax.core.loop.shared import MOST_PLAIN, add_exactly
 from rankax.core.loop.spec import items_at, vmap_level
-from rankax.core.plan.schedule import Chunks, Level
+from rankax.core.plan.schedule import Chunks, Level, at_most
 from rankax.core.protocols import Rules
 
 State = Any  # a pytree of arrays, each with slots

@@ -31,7 +31,6 @@ from jax.extend.core import Jaxpr
 
 from rankax.core.base.arrays import gated_if_small, has_tangent, index_dtype, too_many
 from rankax.core.base.messages import function_location, listed, plural, traced_as
-from rankax.core.base.sizes import at_most
 from rankax.core.base.trees import (
     TooDeepError,
     check_outputs,
@@ -40,7 +39,7 @@ from rankax.core.base.trees import (
 )
 from rankax.core.loop.loop import group_of
 from rankax.core.loop.spec import items_at
-from rankax.core.plan.schedule import Level
+from rankax.core.plan.schedule import Level, at_most
 from rankax.core.protocols import Rules
 from rankax.core.reduce.extrema import Arg
 from rankax.core.reduce.protocol import (
@@ -187,7 +186,7 @@ def _check(reduction: Reduction, outputs: Outputs, site: str) -> None:
         _check_fit(reduction, outputs)
     except MisfitError as error:
         raise ValueError(f"{site}: it cannot be reduced by {reduction.label}: {error}") from None
-    if at_most(outputs.total, reduction.least_items - 1):
+    if isinstance(outputs.total, int) and outputs.total < reduction.least_items:
         raise ValueError(
             f"{site}: {reduction.label} needs at least "
             f"{plural(reduction.least_items, 'item')}; the reduced axes have {outputs.total}"

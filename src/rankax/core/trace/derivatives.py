@@ -26,11 +26,9 @@ Rules cannot be compared, so a differentiated eager call of a kernel with rules 
 loop (`derivatives_key` of `core/loop/eager_programs.py`).
 """
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -40,29 +38,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.interpreters import ad, batching, mlir
 
-from rankax.core.base.arrays import is_ref
+from rankax.core.base.arrays import is_plain, is_ref
 from rankax.core.trace import programs
 
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
-
-
-_plain = ContextVar("rankax_plain", default=False)
-
-
-@contextlib.contextmanager
-def plainly(value: bool) -> Generator[None]:
-    """Enter a scope in which programs have no primitive of this library, or may have some."""
-    token = _plain.set(value)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
-
-
-def is_plain() -> bool:
-    """Whether programs are to have no primitive of this library."""
-    return _plain.get()
 
 
 def call_with_derivative_of(

@@ -12,9 +12,8 @@ from jax.extend.core import Jaxpr
 
 from rankax._options import Options
 from rankax.call.base import Call
-from rankax.core.base.sizes import is_known
 from rankax.core.loop.eager_programs import warn_once
-from rankax.core.plan.schedule import Plan, Tiles
+from rankax.core.plan.schedule import Plan, Tiles, is_known
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest
 from rankax.ext.memory.budget import MemoryFit, limit_in_bytes
