@@ -205,7 +205,7 @@ class Call(abc.ABC):
         avals += [with_shape(PLACE, ()) for _ in plan.splits]
         if reductions is None:
             inputs: Any = lambda *items: (items, {})  # noqa: E731
-            axis = None if self.axis_name is None else (self.axis_name, *plan.batch_shape)
+            axis = None if self.axis_name is None else (self.axis_name, plan.batch_shape[0])
             return trace_item(fun, inputs, avals, self.out_axes, axis)
         total = math.prod(plan.batch_shape[axis] for axis in plan.reduced)
         total = total if reductions.of_run is None else reductions.of_run

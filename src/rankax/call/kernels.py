@@ -269,15 +269,16 @@ _MOST_SHOWN = 40  # characters of a value in the table of a note
 
 def _without_rank(name: str, value: Any) -> list[tuple[str, ...]]:
     """Describe an argument that has no rank, for an error of the kernel."""
+    named: list[tuple[str, Any]]
     try:
         named = leaves_with_names(value, name) or [(name, value)]
     except (TypeError, ValueError):  # a dict whose keys JAX cannot sort
         named = [(name, value)]
     rows: list[tuple[str, ...]] = []
     for path, leaf in named:
+        shape = str(tuple(leaf.shape)) if hasattr(leaf, "shape") else ""
         is_shown = leaf is None or isinstance(leaf, (int, float, complex, str))
         shown = repr(leaf)[:_MOST_SHOWN] if is_shown else type(leaf).__name__
-        shape = str(tuple(leaf.shape)) if hasattr(leaf, "shape") else ""
         rows.append((path, shape, "None", shape or shown))
     return rows
 

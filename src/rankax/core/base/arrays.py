@@ -131,7 +131,7 @@ def is_ref(value: Any) -> bool:
     return isinstance(getattr(value, "aval", None), jax.ref.AbstractRef)
 
 
-def index_dtype(size: int) -> Any:
+def index_dtype(size: Any) -> Any:
     """Return the dtype of the flat indices of ``size`` items, which may not fit it."""
     return (
         jnp.int32
@@ -140,7 +140,7 @@ def index_dtype(size: int) -> Any:
     )
 
 
-def too_many(size: int) -> str:
+def too_many(size: Any) -> str:
     """Say that the indices of ``size`` items do not fit their dtype, if they do not."""
     if not isinstance(size, int) or size <= jnp.iinfo(index_dtype(size)).max:
         return ""

@@ -186,7 +186,8 @@ def _check(reduction: Reduction, outputs: Outputs, site: str) -> None:
         _check_fit(reduction, outputs)
     except MisfitError as error:
         raise ValueError(f"{site}: it cannot be reduced by {reduction.label}: {error}") from None
-    if isinstance(outputs.total, int) and outputs.total < reduction.least_items:
+    total: Any = outputs.total  # unknown with `jax.export`, perhaps
+    if isinstance(total, int) and total < reduction.least_items:
         raise ValueError(
             f"{site}: {reduction.label} needs at least "
             f"{plural(reduction.least_items, 'item')}; the reduced axes have {outputs.total}"

@@ -98,7 +98,7 @@ def fit_to_limit(
         """
 
         def own(chunk_size: int) -> int:
-            traced, _ = _gradient(program(chunk_size, options.checkpoint)[1], *shapes, most)
+            traced, _ = _gradient(program(chunk_size, options.checkpoint)[1], *shapes, most=most)
             return _temporaries(traced, compiler) if traced else measure(chunk_size).forward
 
         large = filter(has_tangent, jax.tree.leaves(shapes))
