@@ -42,7 +42,7 @@ PARTS = "chosen_devices::keys_of_any_length_are_those_of_the_whole_batch"
 MUTANTS = [
     # Maps.
     Mutant("_unlike_items", "comparison", "mistakes::a_mistake_in_a_call"),
-    Mutant("next_start", "one less", "chunked_vmap::equals_a_python_loop", 1),
+    Mutant("next_start", "one less", "chunked_vmap::equals_a_python_loop", 2),
     Mutant("join_chunks", "one less", "chunked_vmap::gradients_for_every_length_and_chunk_size", 1),
     Mutant("with_short_last", "one less", "nothing_is_sent_back::items_of_two_chunks"),
     Mutant("gated", "always true", "nothing_is_sent_back::items_left_out", 1),
