@@ -2,7 +2,8 @@
 """Reductions by label: each item enters the bin that one of its outputs names."""
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from rankax.core.base.trees import leaves_with_names
 from rankax.core.plan.schedule import Chunks, Level
 from rankax.core.reduce.extrema import Arg, worst_value
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
-from rankax.core.reduce.row import Accumulation, Elementwise, Row
+from rankax.core.reduce.row import Accumulation, Elementwise, Finding, Request, Row, alone
 from rankax.ext.reductions.bins import CountInBins, constant, in_bins
 from rankax.ext.reductions.sums import LogSumExp, Mean, Moments, Sum
 from rankax.ext.reductions.top import if_found
@@ -28,6 +29,8 @@ _BY_NAME: dict[str, EachLeaf] = {
 }
 _KNOWN = listed([*map(repr, ("count", *_BY_NAME)), "Moments()"], "or")
 
+Value = Callable[[list[jax.Array]], jax.Array]  # of the outputs of an item
+
 
 class _LabelledOutputs(NamedTuple):
     """The outputs of an item: labels, and values that have the shape of the labels in front."""
@@ -36,6 +39,10 @@ class _LabelledOutputs(NamedTuple):
     labels: Any  # their type
     position: int  # of the labels among all outputs
     values: list[tuple[int, Any]]  # the position of each value, and its type in a bin
+
+
+def _sum_of(aval: Any, dtype: Any) -> Elementwise:
+    return Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
 
 
 class _Labelled(Reduction):
@@ -150,7 +157,7 @@ class _Labelled(Reduction):
             count_of_outputs=len(outs),
         )
         if row.back and row.size:
-            state = self.differentiable(own, row)
+            state = row.found_together(self.differentiable(own, row))
         else:
             state = row.fold(self.accumulations(own, row.size))
         return self.finish_state(own, state, row.size)
@@ -181,32 +188,36 @@ class _Labelled(Reduction):
     # all items, where it computes these again if each step is checkpointed as a whole. No step
     # keeps the bins, on which the derivative of a sum does not depend.
 
-    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
         if self.kind is None or isinstance(self.kind, Sum):
             return super().differentiable(outputs, row)
         parts = self._parts(outputs)
         counting = self._counting(outputs, parts)
-        counts = row.fold_constants(counting) if counting else []
-        own = [self._of_value(parts, row, *value, *counts) for value in parts.values]
-        return [*own, *counts]
+        each = [self._of_value(parts, row, *value, counting) for value in parts.values]
+        return [*each, *(alone(step, is_constant=True) for step in counting)]
 
     def _of_value(
-        self, parts: _LabelledOutputs, row: Row, position: int, aval: Any, count: Any = None
-    ) -> Any:
-        """Return the state of one value in terms with the right derivative."""
+        self,
+        parts: _LabelledOutputs,
+        row: Row,
+        position: int,
+        aval: Any,
+        counting: list[Accumulation],
+    ) -> Finding:
+        """Find the state of one value in terms with the right derivative."""
         kind = self.kind
         assert kind is not None
         if not has_tangent(aval):
             step = self._folding(parts, position, kind.accumulator(aval, row.size))
-            return row.fold_constants([step])[0]
+            return alone(step, is_constant=True)
         if isinstance(kind, LogSumExp):
-            return self._exponentials(parts, row, position, aval)
+            return self._exponentials(parts, position, aval)
         if isinstance(kind, Moments):
-            return self._moments(parts, row, position, aval, count)
+            return self._moments(parts, position, aval, *counting)
         return self._extreme(parts, row, position, aval, largest=isinstance(kind, Max))
 
-    def _shifted(self, parts: _LabelledOutputs, row: Row, position: int, bins: jax.Array) -> Row:
-        """Return a row of labels, and of values less the number of their bin.
+    def _shifted(self, parts: _LabelledOutputs, position: int, bins: jax.Array) -> Value:
+        """Return a function of the outputs of an item: a value less the number of its bin.
 
         ``bins`` has the bins on the axis before the last, as a state has. A value whose label is no
         bin's is 0, so that no function of it has an infinite derivative.
@@ -221,62 +232,63 @@ class _Labelled(Reduction):
             off = outs[position].astype(own.dtype) - own
             return jnp.where(is_in, off, jnp.zeros_like(off))
 
-        return row.then(lambda outs: outs[parts.position], shifted)
+        return shifted
 
-    def _summed(
-        self, parts: _LabelledOutputs, row: Row, aval: Any, *dtypes: Any
-    ) -> list[jax.Array]:
-        """Return the sum in each bin of the outputs after the labels, which are the first."""
+    def _requested(
+        self, parts: _LabelledOutputs, funs: Sequence[Value], owns: Sequence[Any], **settings: bool
+    ) -> Request:
+        """Return what asks for accumulators of functions of an item, one of each, in each bin."""
         here = parts._replace(position=0)
-        owns = [Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum) for dtype in dtypes]
         steps = [self._folding(here, i, own) for i, own in enumerate(owns, start=1)]
-        return row.fold(steps, linear=False)
+        return Request(steps, (operator.itemgetter(parts.position), *funs), **settings)
 
-    def _exponentials(self, parts: _LabelledOutputs, row: Row, position: int, aval: Any) -> Any:
+    def _exponentials(self, parts: _LabelledOutputs, position: int, aval: Any) -> Finding:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        reals = row.then(
-            lambda outs: outs[parts.position],
-            lambda outs: jnp.real(outs[position].astype(dtype)),
-        )
+
+        def wide_part(outs: list[jax.Array]) -> jax.Array:
+            return jnp.real(outs[position].astype(dtype))
+
         largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
-        step = self._folding(parts._replace(position=0), 1, largest)
-        (top,) = reals.fold_constants([step])
+        (top,) = yield self._requested(parts, [wide_part], [largest], is_constant=True)
         off = jnp.where(jnp.isfinite(top), top, 0).astype(dtype)
-        shifted = self._shifted(parts, row, position, off)
-        scaled = shifted.then(lambda outs: outs[0], lambda outs: jnp.exp(outs[1]))
-        return top, *self._summed(parts, scaled, aval, dtype)
+        shifted = self._shifted(parts, position, off)
+        (total,) = yield self._requested(
+            parts, [lambda outs: jnp.exp(shifted(outs))], [_sum_of(aval, dtype)], is_linear=False
+        )
+        return top, total
 
     def _moments(
-        self, parts: _LabelledOutputs, row: Row, position: int, aval: Any, count: Any
-    ) -> Any:
+        self, parts: _LabelledOutputs, position: int, aval: Any, counting: Accumulation
+    ) -> Finding:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        (total,) = row.fold_constants(
-            [self._folding(parts, position, Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum))]
-        )
+        summing = self._folding(parts, position, _sum_of(aval, dtype))
+        total, count = yield Request([summing, counting], is_constant=True)
         share = lax.expand_dims(1 / jnp.maximum(count, 1).astype(real), range(len(aval.shape)))
         # The distances from any constant give mean and variance, as in `Moments`.
         center = total * share.astype(dtype)
         center = jnp.where(jnp.isfinite(center), center, jnp.zeros_like(center))
-        offs = self._shifted(parts, row, position, center).then(
-            lambda outs: outs[0],
-            lambda outs: outs[1],
-            lambda outs: jnp.real(outs[1] * jnp.conj(outs[1])),
-        )
-        off, squares = self._summed(parts, offs, aval, dtype, real)
+        shifted = self._shifted(parts, position, center)
+
+        def squared(outs: list[jax.Array]) -> jax.Array:
+            off = shifted(outs)
+            return jnp.real(off * jnp.conj(off))
+
+        owns = [_sum_of(aval, dtype), _sum_of(aval, real)]
+        off, squares = yield self._requested(parts, [shifted, squared], owns, is_linear=False)
         mean = center + off * share.astype(dtype)
         return count.astype(real), mean, squares - jnp.real(off * jnp.conj(off)) * share
 
     def _extreme(
         self, parts: _LabelledOutputs, row: Row, position: int, aval: Any, *, largest: bool
-    ) -> jax.Array:
+    ) -> Finding:
         labels = parts.labels.size
         if words := too_many(row.size * labels):
             raise ValueError(f"{self.label} cannot be differentiated: {words}")
         dtype = index_dtype(row.size * labels)
         arg = Arg(aval.shape, aval.dtype, dtype, largest, some=True)
-        ((_, index),) = row.fold_constants([self._folding(parts, position, arg)])
+        _, index = yield from alone(self._folding(parts, position, arg), is_constant=True)
         index = index[..., 0]
         # A bin without items picks an arbitrary one, which then must get nothing.
         item = unless_unused(row.item) if row.back else row.item
