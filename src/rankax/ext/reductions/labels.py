@@ -235,12 +235,18 @@ class _Labelled(Reduction):
         return shifted
 
     def _requested(
-        self, parts: _LabelledOutputs, funs: Sequence[Value], owns: Sequence[Any], **settings: bool
+        self,
+        parts: _LabelledOutputs,
+        funs: Sequence[Value],
+        owns: Sequence[Any],
+        *,
+        is_constant: bool = False,
     ) -> Request:
         """Return what asks for accumulators of functions of an item, one of each, in each bin."""
         here = parts._replace(position=0)
         steps = [self._folding(here, i, own) for i, own in enumerate(owns, start=1)]
-        return Request(steps, (operator.itemgetter(parts.position), *funs), **settings)
+        functions = operator.itemgetter(parts.position), *funs
+        return Request(steps, functions, is_constant=is_constant, is_linear=False)
 
     def _exponentials(self, parts: _LabelledOutputs, position: int, aval: Any) -> Finding:
         dtype = wide(aval.dtype)
@@ -254,7 +260,7 @@ class _Labelled(Reduction):
         off = jnp.where(jnp.isfinite(top), top, 0).astype(dtype)
         shifted = self._shifted(parts, position, off)
         (total,) = yield self._requested(
-            parts, [lambda outs: jnp.exp(shifted(outs))], [_sum_of(aval, dtype)], is_linear=False
+            parts, [lambda outs: jnp.exp(shifted(outs))], [_sum_of(aval, dtype)]
         )
         return top, total
 
@@ -276,7 +282,7 @@ class _Labelled(Reduction):
             return jnp.real(off * jnp.conj(off))
 
         owns = [_sum_of(aval, dtype), _sum_of(aval, real)]
-        off, squares = yield self._requested(parts, [shifted, squared], owns, is_linear=False)
+        off, squares = yield self._requested(parts, [shifted, squared], owns)
         mean = center + off * share.astype(dtype)
         return count.astype(real), mean, squares - jnp.real(off * jnp.conj(off)) * share
 
