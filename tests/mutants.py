@@ -87,10 +87,12 @@ MUTANTS = [
     Mutant(
         "InBins._scattered", "always true", "by_label::what_where_leaves_out_sends_nothing_back", 1
     ),
-    Mutant("Histogram.labels", "always false", "by_label::histograms_are_those_of_numpy", 2),
+    Mutant(
+        "Histogram.labels", "always false", "by_label::numbers_beside_the_edges_of_equal_bins", 2
+    ),
     Mutant("_edges_in", "always false", "by_label::histograms_are_those_of_numpy", 1),
     Mutant("ByLabel.labels", "always true", "by_label::labels_of_64_bits_are_not_cut", 3),
-    Mutant("_extreme", "always false", "by_label::a_bin_without_items_sends_nothing_back"),
+    Mutant("_extreme", "always false", "by_label::a_bin_without_items_sends_nothing_back", 1),
     Mutant("_masked_row.if_any", "always true", SHARED, 1),
     # Jacobians, devices, windows of scans.
     Mutant("gram.product", "argument itself", GRAM, 1),

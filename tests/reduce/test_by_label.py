@@ -530,6 +530,14 @@ def test_histograms_are_those_of_numpy(start, density):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=str(seed))
 
 
+def test_numbers_beside_the_edges_of_equal_bins():
+    edges = np.linspace(-0.3, 0.7, 50).astype(np.float32)
+    beside = [np.nextafter(edges, edges.dtype.type(end)) for end in (-np.inf, np.inf)]
+    x = np.concatenate([edges, *beside])
+    found = chunked_reduce(lambda x: x, Histogram(49, range=(-0.3, 0.7)), 20)(x)
+    np.testing.assert_array_equal(found, np.histogram(x, 49, (-0.3, 0.7))[0])
+
+
 def test_nan_and_the_ends_of_a_histogram():
     x = jnp.array([jnp.nan, jnp.inf, -jnp.inf, -0.1, 0.0, 0.5, 1.0, 1.0000001])
     for histogram in (Histogram(2, range=(0, 1)), Histogram([0, 0.5, 1])):

@@ -27,8 +27,9 @@ from rankax.ext.reductions.winners import Max, Min
 _BY_NAME: dict[str, EachLeaf] = {
     kind.name: kind for kind in (Sum(), Mean(), Max(), Min(), LogSumExp())
 }
-Fun = Callable[[list[jax.Array]], jax.Array]  # of the outputs of an item
 _KNOWN = listed([*map(repr, ("count", *_BY_NAME)), "Moments()"], "or")
+
+Value = Callable[[list[jax.Array]], jax.Array]  # of the outputs of an item
 
 
 class _LabelledOutputs(NamedTuple):
@@ -38,6 +39,10 @@ class _LabelledOutputs(NamedTuple):
     labels: Any  # their type
     position: int  # of the labels among all outputs
     values: list[tuple[int, Any]]  # the position of each value, and its type in a bin
+
+
+def _sum_of(aval: Any, dtype: Any) -> Elementwise:
+    return Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
 
 
 class _Labelled(Reduction):
@@ -188,11 +193,16 @@ class _Labelled(Reduction):
             return super().differentiable(outputs, row)
         parts = self._parts(outputs)
         counting = self._counting(outputs, parts)
-        own = [self._of_value(parts, row, *value, *counting) for value in parts.values]
-        return [*own, *(alone(step, is_constant=True) for step in counting)]
+        each = [self._of_value(parts, row, *value, counting) for value in parts.values]
+        return [*each, *(alone(step, is_constant=True) for step in counting)]
 
     def _of_value(
-        self, parts: _LabelledOutputs, row: Row, position: int, aval: Any, *counting: Accumulation
+        self,
+        parts: _LabelledOutputs,
+        row: Row,
+        position: int,
+        aval: Any,
+        counting: list[Accumulation],
     ) -> Finding:
         """Find the state of one value in terms with the right derivative."""
         kind = self.kind
@@ -206,8 +216,8 @@ class _Labelled(Reduction):
             return self._moments(parts, position, aval, *counting)
         return self._extreme(parts, row, position, aval, largest=isinstance(kind, Max))
 
-    def _shifted(self, parts: _LabelledOutputs, position: int, bins: jax.Array) -> Fun:
-        """Return what takes the number of its bin from a value.
+    def _shifted(self, parts: _LabelledOutputs, position: int, bins: jax.Array) -> Value:
+        """Return a function of the outputs of an item: a value less the number of its bin.
 
         ``bins`` has the bins on the axis before the last, as a state has. A value whose label is no
         bin's is 0, so that no function of it has an infinite derivative.
@@ -224,41 +234,43 @@ class _Labelled(Reduction):
 
         return shifted
 
-    def _request(
+    def _requested(
         self,
         parts: _LabelledOutputs,
-        owns: Sequence[Elementwise],
-        *funs: Fun,
+        funs: Sequence[Value],
+        owns: Sequence[Any],
+        *,
         is_constant: bool = False,
     ) -> Request:
-        """Return what folds functions of the outputs in each bin."""
+        """Return what asks for accumulators of functions of an item, one of each, in each bin."""
         here = parts._replace(position=0)
         steps = [self._folding(here, i, own) for i, own in enumerate(owns, start=1)]
-        labels: Fun = operator.itemgetter(parts.position)
-        return Request(steps, (labels, *funs), is_constant=is_constant, is_linear=False)
+        functions = operator.itemgetter(parts.position), *funs
+        return Request(steps, functions, is_constant=is_constant, is_linear=False)
 
     def _exponentials(self, parts: _LabelledOutputs, position: int, aval: Any) -> Finding:
         dtype = wide(aval.dtype)
-        largest = Elementwise(aval.shape, jnp.finfo(dtype).dtype, -jnp.inf, lax.max, jnp.max)
+        real = jnp.finfo(dtype).dtype
 
-        def real(outs: list[jax.Array]) -> jax.Array:
+        def wide_part(outs: list[jax.Array]) -> jax.Array:
             return jnp.real(outs[position].astype(dtype))
 
-        (top,) = yield self._request(parts, [largest], real, is_constant=True)
+        largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
+        (top,) = yield self._requested(parts, [wide_part], [largest], is_constant=True)
         off = jnp.where(jnp.isfinite(top), top, 0).astype(dtype)
         shifted = self._shifted(parts, position, off)
-        sums = [Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)]
-        found = yield self._request(parts, sums, lambda x: jnp.exp(shifted(x)))
-        return top, *found
+        (total,) = yield self._requested(
+            parts, [lambda outs: jnp.exp(shifted(outs))], [_sum_of(aval, dtype)]
+        )
+        return top, total
 
     def _moments(
         self, parts: _LabelledOutputs, position: int, aval: Any, counting: Accumulation
     ) -> Finding:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        sums = [Elementwise(aval.shape, d, 0, lax.add, jnp.sum) for d in (dtype, real)]
-        of_values = self._folding(parts, position, sums[0])
-        total, count = yield Request([of_values, counting], is_constant=True)
+        summing = self._folding(parts, position, _sum_of(aval, dtype))
+        total, count = yield Request([summing, counting], is_constant=True)
         share = lax.expand_dims(1 / jnp.maximum(count, 1).astype(real), range(len(aval.shape)))
         # The distances from any constant give mean and variance, as in `Moments`.
         center = total * share.astype(dtype)
@@ -269,7 +281,8 @@ class _Labelled(Reduction):
             off = shifted(outs)
             return jnp.real(off * jnp.conj(off))
 
-        off, squares = yield self._request(parts, sums, shifted, squared)
+        owns = [_sum_of(aval, dtype), _sum_of(aval, real)]
+        off, squares = yield self._requested(parts, [shifted, squared], owns)
         mean = center + off * share.astype(dtype)
         return count.astype(real), mean, squares - jnp.real(off * jnp.conj(off)) * share
 
@@ -281,8 +294,7 @@ class _Labelled(Reduction):
             raise ValueError(f"{self.label} cannot be differentiated: {words}")
         dtype = index_dtype(row.size * labels)
         arg = Arg(aval.shape, aval.dtype, dtype, largest, some=True)
-        step = self._folding(parts, position, arg)
-        _, index = yield from alone(step, is_constant=True)
+        _, index = yield from alone(self._folding(parts, position, arg), is_constant=True)
         index = index[..., 0]
         # A bin without items picks an arbitrary one, which then must get nothing.
         item = unless_unused(row.item) if row.back else row.item
