@@ -302,7 +302,7 @@ class _StateCode:
 
     def joined(self, held: Any, of_group: Any) -> list[Any]:
         triples = zip(self.steps, held, of_group, strict=True)
-        return [step.with_group(own, group) for step, own, group in triples]
+        return [step.with_group(own, group, None) for step, own, group in triples]
 
     def totals(self, held: Any) -> list[Any]:
         pairs = zip(self.steps, held, strict=True)
