@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import equations, name_of
+from helpers import equations, name_of, slow
 from pair_kernels import gauss, gravity
 from rankax import auto_vmap
 from rankax.ext.fused.launch import built
@@ -65,7 +65,7 @@ def per_pair(kernel, arch, folder):
 ARGS = [jnp.ones(shape) for shape in ((600, 1, 3), (2000, 3), (2000,))]
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", [90, slow(80)])
 @pytest.mark.parametrize(("fun", "gradient"), [(gravity, 100), (gauss, 75)])
 def test_a_pair_takes_few_instructions_and_no_memory(fun, gradient, arch, tmp_path):
     kernel = auto_vmap(1, 1, 0, reduce="sum", reduce_axis=1, fused=True)(fun)

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import rankax
-from helpers import at_each_run, enable_x64, equations, name_of
+from helpers import assert_same, at_each_run, enable_x64, equations, name_of, slow
 from pair_kernels import gauss
 from rankax import auto_vmap
 from rankax.ext.fused import fold
@@ -93,7 +95,7 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("reduce", at_each_run(("argmin", "logsumexp"), REDUCTIONS))
-@pytest.mark.parametrize("fun", [near_one, masked, never])
+@pytest.mark.parametrize("fun", [masked, slow(near_one), slow(never)])
 def test_a_reduction_equals_that_of_loops(fun, reduce):
     options = {"reduce": {"v": reduce, "ok": "sum"}, "where": "ok"}
     options = {"reduce": reduce} if fun is near_one else options
@@ -301,6 +303,28 @@ TRANSFORMED = {
 def test_a_transformation_equals_that_of_loops(transformed):
     fused, plain = both()
     assert_close(transformed(fused)(*ARGS), transformed(plain)(*ARGS))
+
+
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+def test_in_a_shard_map(check_vma):
+    mesh = jax.make_mesh((jax.device_count(),), ("i",), axis_types=(AxisType.Auto,))
+
+    def shared(fun):
+        specs = P("i"), P(), P()
+        settings = {"mesh": mesh, "in_specs": specs, "out_specs": P("i"), "check_vma": check_vma}
+        return jax.jit(jax.shard_map(fun, **settings))
+
+    fused, plain = both()
+    got, want = gradient(shared(fused))(*ARGS), gradient(plain)(*ARGS)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(jax.device_count() == 1, reason="needs several devices: tox -e fused")
+@pytest.mark.parametrize("reduce", ["sum", slow("argmin")])
+def test_on_chosen_devices(reduce):
+    fused, plain = both(reduce=reduce)
+    assert_same(fused.with_options(devices="all")(*ARGS), plain(*ARGS), rtol=1e-4)
 
 
 def test_several_kernels_in_one_program():

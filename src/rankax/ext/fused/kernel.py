@@ -132,7 +132,7 @@ def kernel_of(
     lines, depth = Lines("t"), len(loops)
     loads, args = _loads(item, groups, on, lines)
     outs = Translation(lines).program(item, args)
-    state = _State(steps, item.out_avals, index_dtype(math.prod(loop.size for loop in loops)))
+    state = _StateCode(steps, item.out_avals, index_dtype(math.prod(loop.size for loop in loops)))
     held, of_group = state.held, state.of_group
     lines.depth |= dict.fromkeys([*of_group.names, "at"], depth)
     try:
@@ -274,7 +274,7 @@ class _Variables:
         return [*lines, *(f"{name} = new_{name};" for _, name, _ in new)]
 
 
-class _State:
+class _StateCode:
     """What is held of a row, and what a group of its items changes: see `Accumulation`."""
 
     def __init__(self, steps: Sequence[Accumulation], avals: Sequence[Any], dtype: Any) -> None:
