@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, primitives, refusal, slow, temporary_bytes, weekly
+from helpers import REMAT3, equations, primitives, refusal, slow, temporary_bytes, weekly
 from helpers import assert_same as assert_equal
 from rankax import Mask, Ragged, auto_vmap, chunked_reduce, reductions, sliced_scan
 from rankax.reductions import Best, BottomK, Fold, Moments, MomentsResult, Several, TopK, TopKResult
@@ -609,3 +609,27 @@ def test_options_at_the_call():
     assert some(x) == some.with_options(reduce="max")(x) == Out(2.0, None)
     assert np.isnan(some.with_options(where=None)(x).value)
     assert some.with_options(where=None) is kernel.with_options(chunk_size=1, where=None)
+
+
+def test_an_argument_is_searched_once_for_all_rows():
+    """What all items share, the points of lists of neighbours, is not selected in each row."""
+    points, lists = jnp.ones((50, 3)), jnp.zeros((50, 4), int)
+    ranks = {"x": "i | 3", "j": "i k |", "real": "i k |", "reduce": "sum", "over": "k"}
+
+    def near(x, j, real, points):
+        return 1 / jnp.sum((x - points[j]) ** 2)
+
+    kernel = auto_vmap(**ranks, where="real", chunk_size=8)(near)
+    real = jnp.arange(50)[:, None] % 5 > jnp.arange(4)[None]
+
+    def total(points):
+        return kernel(points, lists, real, points).sum()
+
+    every = equations(jax.make_jaxpr(jax.value_and_grad(total))(points).jaxpr)
+    loops = [e.params["jaxpr"].jaxpr for e in every if str(e.primitive) == "scan"]
+    inside = [e for loop in loops for e in equations(loop) if str(e.primitive) == "select_n"]
+    assert not any(v.aval.shape[-2:] == (50, 3) for e in inside for v in e.outvars)
+    empty = kernel(points[:0], lists[:0], real[:0], points)
+    assert empty.shape == (0,)
+    slope = jax.grad(lambda x: kernel(x, lists[:0], real[:0], points).sum())(points[:0])
+    assert slope.shape == (0, 3)

@@ -20,7 +20,7 @@ from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import number_items, vmap_level
 from rankax.core.plan.schedule import Level, Plan, at_most
 from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
-from rankax.core.reduce.run import Reductions, RowReduction
+from rankax.core.reduce.run import GivenMask, Reductions, RowReduction
 from rankax.core.trace.derivatives import (
     call_with_derivative_of,
     makes_constant_ref,
@@ -270,6 +270,10 @@ class _Walk:
     def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
         consts, mapped, others = operands
         plan, row = self.nest.plan, self._row(len(consts), tuple(others))
+        if back and not others and not plan.is_empty:
+            levels = plan.levels
+            masks = {m: GivenMask.of(i, consts, mapped, levels) for m, i in self._masks.items()}
+            row = dataclasses.replace(row, masks=masks)
 
         def fun(*items: Any) -> list[Any]:
             return row.values([*consts, *others.values()], items, back=back)
@@ -312,7 +316,6 @@ class _Walk:
             self.nest.reductions,
             self.jaxpr,
             self.nest.rules,
-            self._masks,
         )
 
     @property
