@@ -188,7 +188,10 @@ def fit(own: Traced) -> Fitted:
         tiles = tiles._replace(side=once.side_of_tiles(jaxpr, whole))
 
     def plan_of(chunk_size: Any, /) -> Plan:
-        return whole.cut(*sizes_of(options.replace(chunk_size=chunk_size), tiles))
+        sized = options.replace(chunk_size=chunk_size)
+        if whole is own.whole:
+            return call.plan(sized, tiles)  # a call keeps its plans
+        return whole.cut(*sizes_of(sized, tiles))
 
     changes_item = options.cpu_math and cpu_math.is_on(options)
     if not options.lockstep:
