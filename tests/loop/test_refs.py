@@ -65,6 +65,10 @@ def test_reductions_in_chunks_refuse_derivatives(reduce):
     assert refusal(ValueError, jax.vjp, mapped, X).startswith(f"{here(kernel)}: {WORDS}")
 
 
+# In JAX 0.10, `jax.vmap` of such a kernel has no derivative of a gradient either.
+HAS_SECOND = jax.__version_info__ >= (0, 12)
+
+
 def negated(x):
     held = jax.new_ref(x)
     held[...] *= -1
@@ -74,7 +78,11 @@ def negated(x):
 @pytest.mark.parametrize("reduce", ["max", slow("prod"), slow("logsumexp"), slow("sum")])
 def test_a_ref_that_begins_with_an_input(reduce):
     got, want = (chunked_reduce(f, reduce, 2) for f in (negated, lambda x: -x))
-    assert_same(of(got, X), of(want, X))
+    if HAS_SECOND:
+        assert_same(of(got, X), of(want, X))
+    assert_same(
+        *(jax.value_and_grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(X) for f in (got, want))
+    )
 
 
 def loss_of(mapped, x, writes=True):

@@ -470,8 +470,9 @@ class Histogram(_Labelled):
     >>> @auto_vmap(x=0, y=0, v=0, w=0, reduce=Histogram([0, 1, 10], "sum", by="r"), chunk_size=8)
     ... def pairs(x, y, v, w):
     ...     return {"r": abs(x - y), "w": v * w}
-    >>> pairs(x[:, None], x, x[:, None], x)["w"]
-    Array([14.0625, 13.5   ], dtype=float32)
+    >>> w = jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    >>> pairs(x[:, None], x, w[:, None], w)["w"]
+    Array([261., 180.], dtype=float32)
     """
 
     edges: Any
