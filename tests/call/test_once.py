@@ -2,6 +2,7 @@
 """What depends on fewer axes than an item is evaluated over those axes only."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import rankax
-from helpers import assert_same, slow, temporary_bytes
+from helpers import assert_same, slow, temporary_bytes, weekly
 from rankax import SplitKey, auto_vmap
 from rankax._options import Options
 from rankax.core.protocols import NO_RULES
@@ -189,8 +190,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("call", ["a map", "a sum of rows", "a sum of columns", "all"])
-@pytest.mark.parametrize("name", OPTIONS)
+AT_EACH_RUN = {("memory_limit", "a sum of rows"), ("lanes", "a map")}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        pair if pair in AT_EACH_RUN else weekly(*pair)
+        for pair in itertools.product(OPTIONS, [call for call in CALLS if call != "the largest"])
+    ],
+)
 def test_options_that_hoist_too(name, call):
     kernel, call = KERNELS["two nets"], {**CALLS[call], **OPTIONS[name]}
     call = {k: v for k, v in call.items() if k != "chunk_size" or "memory_limit" not in call}
@@ -279,6 +288,7 @@ def test_results_that_are_too_large_are_computed_again():
     assert numbers[1] > 300 * 300 * 256**2
 
 
+@pytest.mark.slow
 def test_a_limit_without_room_for_results():
     kernel = auto_vmap(x=1, y=1, memory_limit="30 kB")(KERNELS["two nets"])
     x, y = jnp.tile(X, (20, 1)), jnp.tile(Y, (10, 1))

@@ -99,7 +99,7 @@ def cells():
     for mode in MODES:
         for name in CALLED:
             is_quick = name in AT_EACH_RUN and mode in (in_shard_map, explicit_mesh, no_transfers)
-            marks = () if is_quick else pytest.mark.slow
+            marks = () if is_quick else pytest.mark.weekly
             yield pytest.param(mode, name, id=f"{mode.__name__}-{name}", marks=marks)
 
 
@@ -132,13 +132,13 @@ def in_a_process(names, **environment):
 SWITCHES = ["JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_ENABLE_CHECKS"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("switch", SWITCHES[1:])
 def test_switches_of_a_process(switch):
     in_a_process([], **{switch: "1"})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", CALLED)
 def test_the_first_call_of_a_process_without_jit(name):
     in_a_process([name], JAX_DISABLE_JIT="1")
