@@ -306,6 +306,7 @@ def test_cotangents_of_large_arguments_are_left_out():
     assert not kernel.with_options(memory_limit="20 MB").plan(*arguments).memory.cotangents
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_counts_beside_cotangents():
     """A large array of which each item takes much: more items need more."""
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import weekly
+from helpers import slow, weekly
 from rankax import Ragged, auto_vmap, checkpoint_chunked_scan, sliced_scan
 
 MANY = 5000
@@ -47,7 +47,7 @@ OPTIONS = {
 
 # In chunks: a map of all items at once is plain `jax.vmap`.
 @dtypes
-@pytest.mark.parametrize("chunk_size", [1, 2, 16, 77, 1000])
+@pytest.mark.parametrize("chunk_size", [1, slow(2), 16, weekly(77), slow(1000)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_shared_numbers(options, chunk_size, dtype):
     x = drawn(dtype, MANY)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, weekly
+from helpers import assert_same, slow, weekly
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.reductions import BottomK, Moments, Several, TopK
 
@@ -57,7 +57,7 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 
 @kernels
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("chunk_size", [2, 3, weekly(4), weekly(5)])
+@pytest.mark.parametrize("chunk_size", [2, slow(3), weekly(4), weekly(5)])
 def test_items_of_two_chunks(chunk_size, options, name):
     kernel, x, s = KERNELS[name]
     plain = jax.grad(lambda x, s: jax.vmap(kernel, (0, None))(x, s).sum(), (0, 1))
@@ -66,7 +66,7 @@ def test_items_of_two_chunks(chunk_size, options, name):
 
 
 @kernels
-@pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp", Several("sum", "mean")])
+@pytest.mark.parametrize("reduce", ["sum", slow("mean"), "logsumexp", slow(Several("sum", "mean"))])
 def test_items_of_two_tiles(reduce, name):
     kernel, x, s = KERNELS[name]
 
@@ -111,8 +111,10 @@ def chosen_alone(reduce, kernel, x, s, ok):
 
 
 @kernels
-@pytest.mark.parametrize("chunk_size", [2, 7, None])
-@pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp", "max", TopK(2), BottomK(1)])
+@pytest.mark.parametrize("chunk_size", [2, weekly(7), slow(None)])
+@pytest.mark.parametrize(
+    "reduce", ["sum", slow("mean"), "logsumexp", "max", TopK(2), weekly(BottomK(1))]
+)
 def test_items_left_out(reduce, chunk_size, name):
     kernel, x, s = KERNELS[name]
     ok = np.array([1, 1, 0, 1, 0, 0, 1], bool)
@@ -127,7 +129,7 @@ def test_items_left_out(reduce, chunk_size, name):
 
 
 @kernels
-@pytest.mark.parametrize("reduce", [None, "sum", "mean", "logsumexp"])
+@pytest.mark.parametrize("reduce", [None, "sum", slow("mean"), "logsumexp"])
 def test_copies_that_fill_a_bucket_up(reduce, name):
     kernel, x, s = KERNELS[name]
 
