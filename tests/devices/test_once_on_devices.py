@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, slow
+from helpers import assert_same, weekly
 from rankax import auto_vmap
 from rankax.ext.equations import operations
 
@@ -41,10 +41,10 @@ def tanhs(fun, *args):
     [
         (3, None, {"chunk_size": 30}),
         (3, 0, {"chunk_size": 30}),
-        slow(3, 1, {"chunk_size": 30}),
-        slow(4, None, {"chunk_size": 30}),
+        weekly(3, 1, {"chunk_size": 30}),
+        weekly(4, None, {"chunk_size": 30}),
         (3, 0, {"memory_limit": "100 kB"}),
-        slow(3, None, {"memory_limit": "100 kB"}),
+        weekly(3, None, {"memory_limit": "100 kB"}),
     ],
 )
 def test_each_device_evaluates_its_part_once(devices, axis, options):

@@ -14,7 +14,7 @@ ULP = float(np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("count", [100_001, slow(100_000_000)])
-@pytest.mark.parametrize("chunk_size", [1, 2, 1000, None])
+@pytest.mark.parametrize("chunk_size", [weekly(1), 2, weekly(1000), None])
 def test_long_sums(chunk_size, count):
     total = auto_vmap(0, reduce="sum", chunk_size=chunk_size, devices=4, jit=True)(lambda x: x)
     assert abs(float(total(jnp.full(count, 0.1))) / (count * TENTH) - 1) < 4 * ULP
