@@ -143,9 +143,15 @@ def of_object(x: jax.Array, ok: bool) -> jax.Array:
     return x
 
 
+@auto_vmap(x=1, reduce="sum", fused=True)
+def in_registers(x: jax.Array) -> jax.Array:
+    return x
+
+
 rank: int = X.ndim - 1
 by_rank = auto_vmap(ranks={"x": rank})(counted.__wrapped__)
 assert_type(total(X, X, {"a": 1.0, "b": 2.0}), jax.Array)
+assert_type(in_registers(X), jax.Array)
 assert_type(several(X), Any)
 assert_type(counted(X, True), Any)
 assert_type(of_object(X, ok=True), Any)

@@ -388,6 +388,7 @@ def auto_vmap(
     cpu_math: bool = False,
     xla_cpu: bool = True,
     hoist: bool = True,
+    fused: bool | Literal["auto"] = False,
     **named_ranks: RankTree,
 ) -> Decorator: ...
 

@@ -13,7 +13,7 @@ A piece is dear, and so worth a loop of its own, if it takes at least eight oper
 number that the rest reads of it, and a sixteenth of those of an item; an exponential, or what a
 library computes, counts as sixteen for each number. Its results must not take more than
 `_MOST_BYTES`, or `_PER_ARGUMENT` times what the arguments and outputs of the call take; larger ones
-are computed again, as in the loop.
+are computed again for each row and each column of a tile (`side_of_tiles`).
 
 What has effects, calls back, or draws from a key of its own item stays where it is. So does all of
 an item that says whether it counts (``where=``): its pieces could send NaN back.
