@@ -176,6 +176,13 @@ def test_weak_types_do_not_depend_on_the_chunks(name):
     assert {str(jax.typeof(out)) for out in by_size} == {str(jax.typeof(by_size[-1]))}
 
 
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_winners_of_weak_types_are_strong_in_a_derivative(name):
+    calls = [chunked_reduce(lambda _: 1.5, name, size) for size in (2, None)]
+    values = [out for call in calls for out in jax.jvp(call, (jnp.arange(3.0),), (jnp.ones(3),))]
+    assert not any(jax.typeof(out).weak_type for out in values)
+
+
 def test_numbers_of_64_bits():
     names = "sum", "mean", "max", "argmax"
     with enable_x64():

@@ -104,7 +104,7 @@ class _Extremum(_Compared):
             return [call_with_derivative_of(self._first, extreme, out) for out in outs]
         find = functools.partial(type(self.arg).function, axis=0)
         return [
-            row.pick(saved(find(out)), position) if has_tangent(aval) else extreme(out)
+            self._picked(row, saved(find(out)), position) if has_tangent(aval) else extreme(out)
             for out, position, aval in zip(outs, outputs.positions, outputs.avals, strict=True)
         ]
 
@@ -117,6 +117,10 @@ class _Extremum(_Compared):
         index = type(self.arg).function(out, axis=0, keepdims=True)
         return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
 
+    def _picked(self, row: Row, index: Any, position: int) -> jax.Array:
+        out = row.pick(index, position)
+        return out.astype(out.dtype)  # strong, as `jax.numpy.max` returns it
+
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         if not has_tangent(aval):
             return (yield from super().differentiable_leaf(aval, row, position))
@@ -124,7 +128,7 @@ class _Extremum(_Compared):
             raise ValueError(f"{self.label} cannot be differentiated: {words}")
         arg = self.arg.of_items(self.where)
         _, index = yield from arg.differentiable_leaf(aval, row, position)
-        picked = _again(row).pick(index[..., 0], position)
+        picked = self._picked(_again(row), index[..., 0], position)
         if self.where is not None:
             worst = worst_value(aval.dtype, largest=self.arg.largest)
             picked = if_found(index[..., 0], picked, worst)
