@@ -25,6 +25,13 @@ def test_blanks_in_a_signature():
     assert_same(got, item_by_item(jnp.trace, [2], matrices))
 
 
+def test_parameters_and_keys_of_any_name():
+    """Python calls what is not used ``_``; errors of JAX name the leaves after their paths."""
+    rows = {"b_2": X, "b ": X + 1, "b-": X + 2}
+    assert_same(auto_vmap(1, 1, chunk_size=1)(lambda _, _1: _1)(X, -X), -X)
+    assert_same(auto_vmap(_=1, chunk_size=1)(lambda _: _["b-"])(rows), X + 2)
+
+
 def test_none_as_the_first_argument():
     """jax-ml/jax#38117, jax-ml/jax#17020."""
 

@@ -117,8 +117,10 @@ def traced_as(fun: Callable[..., Any], paths: Sequence[str] = ()) -> Callable[..
 def _signature(paths: tuple[str, ...]) -> inspect.Signature:
     names: list[str] = []
     for path in paths:
-        name = re.sub(r"\W+", "_", path).strip("_")
-        names.append(f"{name}_{len(names)}" if name in names else name)
+        name = re.sub(r"\W+", "_", path).rstrip("_") or "_"
+        while name in names:
+            name += "_"
+        names.append(name)
     kind = inspect.Parameter.POSITIONAL_ONLY
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
