@@ -241,14 +241,16 @@ def _item_of_lengths(own: Traced, *lengths: int) -> ItemProgram:
     return traced(call, own.options, own.place).item
 
 
-def walk_of(plan: Plan, options: Options, inputs: tuple[int, ...], **own: Any) -> Nest:
+def walk_of(
+    plan: Plan, options: Options, inputs: tuple[int, ...], *passes: Pass, **own: Any
+) -> Nest:
     """Return what walks the levels of a plan: nested maps and loops, lanes, or one kernel.
 
-    ``own``: see `rankax.core.walk.nest_of`.
+    ``passes`` come after those of the options. ``own``: see `rankax.core.walk.nest_of`.
     """
     has_math = options.cpu_math and cpu_math.is_on(options)
-    passes: tuple[Pass, ...] = (cpu_math.PASS,) if has_math else ()
-    passes = passes if options.lockstep else (*passes, lanes.REVERSE)
+    passes = (cpu_math.PASS, *passes) if has_math else passes
+    passes = passes if options.lockstep else (lanes.REVERSE, *passes)
     nest = nest_of(
         plan,
         inputs,
@@ -276,6 +278,7 @@ def _nest(
         return walk_of(plan, options, own.whole.mapped, **how)
     first: list[Nest] = []
     of_map = options.replace(reduce=None)
+    chooses = options.reduce is not None and options.reduce.chosen(own.item.outputs) > 0
     for each in own.apart.hoisted:
         _, in_lanes = lanes.planner(each.item, of_map, each.plan)
         tiles = options.rules.tiles(each.item.closed.jaxpr, 0)
@@ -283,7 +286,9 @@ def _nest(
         if in_lanes and not options.lockstep:
             of_piece = in_lanes(options.chunk_size)
         inputs = each.plan.mapped
-        first.append(walk_of(of_piece, of_map, inputs, differentiable=differentiable))
+        passes = once.unless_unused_of(each.item) if chooses else ()
+        piece = walk_of(of_piece, of_map, inputs, *passes, differentiable=differentiable)
+        first.append(piece)
     before = once.Before(own.part, own.apart.chosen, tuple(first))
     return walk_of(plan, options, own.apart.plan.mapped, before=before, **how)
 

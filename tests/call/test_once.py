@@ -15,6 +15,7 @@ from rankax import SplitKey, auto_vmap
 from rankax._options import Options
 from rankax.core.protocols import NO_RULES
 from rankax.ext.equations import operations
+from rankax.reductions import Best, TopK
 
 R = np.random.default_rng(0)
 X, Y = (jnp.asarray(R.normal(size=(n, 3)), jnp.float32) for n in (13, 29))
@@ -365,3 +366,24 @@ def test_a_convolution_counts_its_products():
     x, y = (jax.ShapeDtypeStruct((n, *more, 24), jnp.float32) for n, more in ((50, (1,)), (60, ())))
     notes = auto_vmap(x=1, y=1, chunk_size=100)(kernel).plan(x, y).notes
     assert [note.split(":")[0] for note in notes] == ["f(x)", "f(y)"]
+
+
+@pytest.mark.parametrize("reduce", ["max", TopK(2), Best("key", largest=True)])
+def test_a_piece_without_a_winner_gets_nothing_back(reduce):
+    """0 times the infinite derivative of a logarithm at 0 is NaN."""
+    x, y = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([0.0, 4.0, 2.0, 0.0])
+
+    def kernel(x, y):
+        out = jnp.log(y) * x
+        return {"key": out, "value": 2 * out} if isinstance(reduce, Best) else out
+
+    call = auto_vmap(0, 0, reduce=reduce, reduce_axis=-1, chunk_size=2)(kernel)
+    assert call.plan(x[:, None], y).notes
+
+    def total(y):
+        outs = jax.tree.leaves(call(x[:, None], y))
+        return sum(jnp.sum(out) for out in outs if out.dtype == y.dtype)
+
+    got = jax.grad(total)(y)
+    assert got[1] > 0
+    assert_same(got[jnp.asarray([0, 3])], jnp.zeros(2))

@@ -15,6 +15,9 @@ library computes, counts as sixteen for each number. Its results must not take m
 `_MOST_BYTES`, or `_PER_ARGUMENT` times what the arguments and outputs of the call take; larger ones
 are computed again for each row and each column of a tile (`side_of_tiles`).
 
+Of a reduction that chooses items, a derivative evaluates the chosen ones again and sends nothing to
+the others; nor is anything sent to an item of a piece that no chosen one reads (`UnlessUnused`).
+
 What has effects, calls back, or draws from a key of its own item stays where it is. So does all of
 an item that says whether it counts (``where=``): its pieces could send NaN back.
 """
@@ -30,13 +33,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from rankax.core.base.arrays import has_tangent
 from rankax.core.declare.dims import Rank
 from rankax.core.plan.schedule import LeafPlan, Plan, at_most, broadcast, leaf_plan
-from rankax.core.trace.programs import ItemProgram, with_variables
+from rankax.core.trace.programs import ItemProgram, evaluate, with_shape, with_variables
 from rankax.core.walk import Nest
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, cost, numbers_of
+from rankax.ext.reductions.unused import unless_unused
 
 _FUNCTION = 16  # operations
+_FEW_SHARED = 64  # numbers of which each item of a piece may have a cotangent of its own
 _LEAST_PER_NUMBER, _LEAST_SHARE = 8, 1 / 16  # operations, and of those of an item
 _MOST_BYTES, _PER_ARGUMENT = 2**26, 8
 
@@ -256,6 +262,44 @@ class Before:
             outs = nest.walk(own.item, [values[i] for i in own.plan.mapped])
             values |= {leaf.position: x for leaf, x in zip(own.makes, outs, strict=True)}
         return apart.item, [values[i] for i in apart.plan.mapped]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnlessUnused:
+    """The pass for pieces of which a derivative reads the results of few items, as winners.
+
+    It sends nothing to the others.
+    """
+
+    def both(self, jaxpr: Any) -> Any:
+        count = len(jaxpr.constvars)
+
+        def piece(*args: Any) -> list[Any]:
+            return evaluate(jaxpr, args[:count], *args[count:])
+
+        own = [with_shape(v.aval, v.aval.shape) for v in (*jaxpr.constvars, *jaxpr.invars)]
+        gated = jax.make_jaxpr(unless_unused(piece))(*own).jaxpr
+        consts, inputs = gated.invars[:count], gated.invars[count:]
+        return with_variables(gated, inputs, gated.outvars, constvars=consts)
+
+    def differs_back(self, jaxpr: Any) -> bool:  # noqa: ARG002
+        return False
+
+    def back(self, jaxpr: Any, site: str) -> None:
+        """Return None: derivatives are those of the program that is evaluated."""
+
+
+UNLESS_UNUSED = UnlessUnused()
+
+
+def unless_unused_of(piece: ItemProgram) -> tuple[UnlessUnused, ...]:
+    """Return the pass, unless all items share much.
+
+    With it, each has a cotangent of its own for that. Of a network's weights that would be too
+    much: the others are sent zeros, as `jax.vmap` does.
+    """
+    shared = sum(x.size for x in piece.closed.consts if has_tangent(jax.typeof(x)))
+    return (UNLESS_UNUSED,) if shared <= _FEW_SHARED else ()
 
 
 def shown(plan: Plan, whole: Plan, hoisted: Sequence[Hoisted]) -> Plan:

@@ -114,6 +114,10 @@ class Reductions:
         """Return how many numbers of their states each tile updates, however few items it has."""
         return sum(entry.numbers_of_tile(own) for entry, own in self.each(outputs))
 
+    def chosen(self, outputs: Sequence[Outputs]) -> int:
+        """Return how many items of a row a derivative evaluates again (`Reduction.chosen`)."""
+        return sum(entry.chosen(own) for entry, own in self.each(outputs))
+
     def assembled(self, outputs: Sequence[Outputs], values: Sequence[Any]) -> Any:
         """Return the result, once all maps are done. States are returned as they are."""
         if self.of_run is None:
@@ -374,7 +378,7 @@ class RowReduction:
     @property
     def chooses_few(self) -> bool:
         """Whether a derivative had better evaluate the chosen items of a row again."""
-        chosen = sum(entry.chosen(own) for entry, own in self.reductions.each(self.outputs))
+        chosen = self.reductions.chosen(self.outputs)
         items = math.prod(level.chunks.length for level in self.levels)
         return chosen > 0 and not at_most(items, _ITEMS_PER_CHOSEN * chosen - 1)
 

@@ -111,15 +111,18 @@ class _Extremum(_Compared):
     def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
         return [self._first(state) for state in states]
 
+    # Both return a strong type, as `jax.numpy.max` does.
+
+    def _picked(self, row: Row, index: Any, position: int) -> jax.Array:
+        out = row.pick(index, position)
+        return out.astype(out.dtype)
+
     def _first(self, out: jax.Array) -> jax.Array:
         # The derivative of `jax.numpy.max` looks for items equal to the largest one. Where XLA
         # computes an item twice, with different rounding, it finds none and is 0/0.
         index = type(self.arg).function(out, axis=0, keepdims=True)
-        return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
-
-    def _picked(self, row: Row, index: Any, position: int) -> jax.Array:
-        out = row.pick(index, position)
-        return out.astype(out.dtype)  # strong, as `jax.numpy.max` returns it
+        first = jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
+        return first.astype(out.dtype)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         if not has_tangent(aval):
