@@ -298,6 +298,9 @@ class Tile:
 class Sink(Protocol):
     """What a loop asks of one output, or of several; a carry or rows that it lacks are None."""
 
+    #: Whether the last axis of each array of its carry are slots, of which there may be one.
+    has_slots = False
+
     def start(self, slots: int) -> Any:
         """Return the carry of the first step."""
 
@@ -578,7 +581,9 @@ def run_loop(
         if stacked:
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
-            flat = flatten_items(leaf, axis)
+            # A vector is read as it lies: `jax.vmap` around the loop would copy for a reshape.
+            is_vector = group and chunks.size == 1 and leaf.ndim <= axis + 2
+            flat = leaf if is_vector else flatten_items(leaf, axis)
             operands.sliced.append(widen(flat) if back else flat)
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
@@ -706,7 +711,7 @@ def _scan_chunks(
     if group:
         after = _by_groups(step, init, operands, chunks.steps // group, group, folds, slots)
     else:
-        after = _scan(step, init, operands.stacked, chunks.steps)
+        after = _scan(step, init, operands.stacked, chunks.steps, folds)
     (end, held, _), rows = after
     outs = ends_of(folds, held, rows)
     if reports is not None:
@@ -714,12 +719,47 @@ def _scan_chunks(
     return outs
 
 
-def _scan(step: Callable[[Any, Any], Any], init: Any, rows: list[Any], steps: Any) -> Any:
-    """Return `jax.lax.scan`, which takes an unknown number of steps only from an array."""
+Carry = tuple[Any, Any, Any]  # where the step starts, what each fold holds, and what is shared
+
+
+def _scan(
+    step: Callable[[Carry, Any], tuple[Carry, Any]],
+    init: Carry,
+    rows: list[Any],
+    steps: Any,
+    folds: Sequence[Sink],
+) -> tuple[Carry, Any]:
+    """Return `jax.lax.scan`, which takes an unknown number of steps only from an array.
+
+    One slot is carried without its axis. XLA:CPU computes no vectors along an axis of length 1,
+    also if `jax.vmap` puts another one in front.
+    Test: ``tests/xla_cpu/test_tiles.py``.
+    """
+    ones = [
+        jax.tree.map(lambda x, fold=fold: fold.has_slots and x.shape[-1:] == (1,), own)
+        for fold, own in zip(folds, init[1], strict=True)
+    ]
+
+    def apart(carry: Carry) -> Carry:
+        start, held, shared = carry
+        held = jax.tree.map(lambda x, one: lax.squeeze(x, (x.ndim - 1,)) if one else x, held, ones)
+        return start, held, shared
+
+    def whole(carry: Carry) -> Carry:
+        start, held, shared = carry
+        held = jax.tree.map(lambda x, one: lax.expand_dims(x, (x.ndim,)) if one else x, held, ones)
+        return start, held, shared
+
+    def packed(carry: Carry, own: Any) -> tuple[Carry, Any]:
+        carry, row = step(whole(carry), own)
+        return apart(carry), row
+
     if is_known(steps):
-        return lax.scan(step, init, rows, steps)
-    numbers = counted(steps, jnp.int32)
-    return lax.scan(lambda carry, own: step(carry, own[1:]), init, [numbers, *rows])
+        carry, rows = lax.scan(packed, apart(init), rows, steps)
+    else:
+        numbered = [counted(steps, jnp.int32), *rows]
+        carry, rows = lax.scan(lambda carry, own: packed(carry, own[1:]), apart(init), numbered)
+    return whole(carry), rows
 
 
 def group_of(steps: int) -> int:
@@ -742,14 +782,15 @@ def _by_groups(
     slots: TileSlots,
 ) -> tuple[Any, Any]:
     """Take the steps in groups; return the carry at the end, and no rows."""
+    takers = [fold.of_group for fold in folds]
 
     def group(carry: tuple[Any, Any, Any], _: Any) -> tuple[tuple[Any, Any, Any], Any]:
         start, held, shared = carry
         fresh = [fold.fresh(own, slots.count) for fold, own in zip(folds, held, strict=True)]
         begin = start, carried_with(fresh, operands), shared
-        (start, ends, shared), rows = lax.scan(step, begin, [], size)
+        (start, ends, shared), rows = _scan(step, begin, [], size, takers)
         every = zip(folds, held, ends, rows, strict=True)
         held = [fold.with_group(*own) for fold, *own in every]
         return (start, held, shared), [None] * len(folds)
 
-    return _scan(group, init, [], groups)
+    return _scan(group, init, [], groups, folds)

@@ -369,6 +369,7 @@ class Tiles(NamedTuple):
     forward: int | None = None
     derivative: int | None = None
     side: int | None = None  # items along each of two levels, which multiply each other
+    across: int = 0  # the most items along a kept axis that is contiguous where the reduced is not
 
 
 WHOLE_CHUNKS = Tiles()
@@ -485,6 +486,9 @@ def plan_levels(
     if tiles.side and len(merged) > 1 and not merged[-2].reduced:
         side = min(tiles.side, max(1, math.isqrt(chunk_size)))
         cut = derivative = _cut(merged, chunk_size, chunk_size, side)
+    elif (row := _across(merged, tiles, chunk_size)) is not None:
+        most = [level.size if level is row else 1 for level in merged]
+        cut = derivative = list(map(split_into_chunks, [level.size for level in merged], most))
     elif reduced:  # no output of an item is stored, so the same tiles serve a derivative
         cut = derivative = _cut(merged, tile, tile)
     else:
@@ -501,6 +505,28 @@ def plan_levels(
             for level, chunks, other in zip(merged, cut, derivative, strict=True)
         ]
     )
+
+
+def _across(levels: Sequence[Level], tiles: Tiles, most: int) -> Level | None:
+    """Return the kept level of which each step evaluates all items, and one of the reduced ones.
+
+    There is one if an array has it on a later axis than a reduced level. A tile along that would
+    read a number from each of many lines of the cache, in every row again.
+    """
+    kept = [level for level in levels if not level.reduced]
+    reduced = [level for level in levels if level.reduced]
+    if not kept or not reduced or not all(is_known(level.size) for level in levels):
+        return None
+    row = kept[-1]
+    is_later = any(
+        on_row and on_reduced
+        for level in reduced
+        if level.axes < row.axes
+        for on_row, on_reduced in zip(row.mapped, level.mapped, strict=True)
+    )
+    fits = _LEAST_ACROSS <= row.size <= min(tiles.across, most)
+    items = row.size * math.prod(level.size for level in reduced)
+    return row if is_later and fits and items > (tiles.forward or most) else None
 
 
 def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
@@ -536,6 +562,8 @@ def _cut(
         tile //= in_tile
     return cut[::-1]
 
+
+_LEAST_ACROSS = 32  # items: two lines of a cache, of float32
 
 NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
 
@@ -628,6 +656,14 @@ class Plan:
     def has_loop(self) -> bool:
         """Whether chunks are evaluated one after another."""
         return any(level.is_loop for level in self.levels)
+
+    def across(self, tiles: Tiles) -> int:
+        """Return how many items each step of a reduction has if it takes a kept axis whole, or 0.
+
+        The plan has no chunks.
+        """
+        row = _across(_merged(self.levels, self.batch_shape), tiles, tiles.across)
+        return row.size if row else 0
 
     def part(self, shape: Shape) -> Self:
         """Return the plan of a part of the batch, of this shape, without chunks."""

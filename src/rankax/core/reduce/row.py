@@ -140,6 +140,8 @@ class Accumulation(Sink):
     mask: int | None = None  # the output that says whether the item counts
     is_long: bool = False  # whether it holds what rounding takes
 
+    has_slots = True
+
     def over(self, steps: int) -> Self:
         """Return the same for a loop of so many steps."""
         is_long = self.accumulator.drifts and not at_most(steps, MOST_PLAIN)
@@ -231,6 +233,8 @@ class Merged(Sink):
     accumulator: Accumulator
     each: int
     is_long: bool = False
+
+    has_slots = True
 
     def start(self, slots: int) -> Any:
         return self.accumulator.begin(1) if self.is_long else self.accumulator.start(1)

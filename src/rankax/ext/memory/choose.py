@@ -29,6 +29,8 @@ def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles)
     if options.on_cpu:
         if tiles.side and math.prod(sizes) > tiles.side**2:
             return tiles.side**2
+        if across := whole.across(tiles):
+            return across
         tile, most = tiles.forward, options.rules.most_reduced
         return default_on_cpu(jaxpr, sizes, tile and min(tile, most or tile))
     row = math.prod(level.size for level in whole.levels if level.reduced)

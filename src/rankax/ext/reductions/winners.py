@@ -191,6 +191,9 @@ class FirstK(_Compared):
     def chosen(self, outputs: Outputs) -> int:
         return self.k * sum(aval.size for aval in outputs.avals)
 
+    def numbers_of_tile(self, outputs: Outputs) -> int:
+        return self.chosen(outputs)
+
     def _indices(self, out: jax.Array, row: Row) -> jax.Array:
         """Return those of the first items of a row on axis 0."""
         keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)

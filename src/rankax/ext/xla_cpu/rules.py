@@ -8,11 +8,17 @@ derivative, which also computes cotangents, in a quarter of it. It has not so ma
 goes to a library that XLA:CPU calls for sums, maxima and minima of 4096 numbers or more: the
 library needs its operand stored first, and is faster for long rows only. It has at least 512 where
 each tile calls LAPACK, sorts or transforms, and 16 where it convolves, because such a call costs
-about as much as it takes for so many small items.
+about as much as it takes for so many small items; and 128 where it reads a matrix for all of them
+that does not fit the cache.
 
 A reduction has at most 1024 items in a tile, which keeps its running states in the cache. One that
 adds a matrix in each tile (`Gram`) has at least as many as the matrix has rows, or the sum of
 matrices would take longer than the products.
+
+Where an array has a kept axis after a reduced one, as in a sum along axis 0, each step takes one
+item of the reduced axis and all of the kept one, if these have their values in 16 MiB and
+``chunk_size`` allows: numbers are read in the order in which they lie, and the running states are
+one vector.
 
 The tile must be known before the levels of a plan are cut. So a chunked kernel is traced first, and
 the same program is then mapped: a call still traces it once. `plan` traces it, too. A batch that
@@ -39,7 +45,7 @@ from rankax.core.base.cache import switch
 from rankax.core.plan.schedule import Level, Tiles
 from rankax.core.protocols import NO_RULES, Rules
 from rankax.core.reduce.extrema import Chosen
-from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
+from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of, bytes_of_item, of_item
 from rankax.ext.xla_cpu import extremes, kept_residuals, kept_values, library
 
 # In JAX 0.11.1, the time of a map in small chunks is quadratic in their number (jax issue 40101).
@@ -54,7 +60,9 @@ _MOST_REDUCED = 1024
 _LONG = 16  # numbers for each result, from which on the library is faster than a loop
 # The least number of items, where each tile calls these.
 _LEAST = {**dict.fromkeys(LIBRARIES, 512), "conv_general_dilated": 16}
+_LEAST_OF_LARGE = 128  # items for which a matrix is read that does not fit the cache
 _FORWARD, _DERIVATIVE = 1 / 2, 1 / 4  # of the cache
+_MOST_ACROSS = 2**24  # bytes of a step across the reduced axis
 _PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
 
@@ -69,12 +77,18 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
     short = max(map(_numbers_of_short_sum, found), default=0)
     most = (library.LIBRARY_FROM - 1) // short if short else None
     least = max((_LEAST.get(each.name, 1) for each in found), default=1)
+    if any(_bytes_of_matrix(each) > _cache_bytes() for each in found):
+        least = max(least, _LEAST_OF_LARGE)
 
     def tile(share: float) -> int:
         fits = int(_cache_bytes() * share / max(1, size))
         return max(least, min(fits, most or fits), math.isqrt(updated))
 
-    return Tiles(tile(_FORWARD), tile(_DERIVATIVE))
+    # Before JAX 0.12, and for matrices, XLA would copy all arrays into another layout.
+    is_flat = all(v.aval.ndim <= 1 for v in jaxpr.invars) and least == 1
+    may_cross = is_flat and not updated and library.IS_TUNED
+    across = _MOST_ACROSS // max(1, size) if may_cross else 0
+    return Tiles(tile(_FORWARD), tile(_DERIVATIVE), across=across)
 
 
 def _pays_to_store(jaxpr: Any) -> bool:
@@ -114,6 +128,14 @@ def _numbers_of_short_sum(operation: Operation) -> int:
     axes = eqn.params["axes"]
     is_row = {*axes} == {*range(operand.ndim)[-len(axes) :]}
     return 0 if is_row and operand.size >= _LONG * out.size else operand.size
+
+
+def _bytes_of_matrix(operation: Operation) -> int:
+    """Return the bytes of an operand of a product that all items share."""
+    if operation.name != "dot_general" or not any(operation.varying):
+        return 0
+    pairs = zip(operation.eqn.invars, operation.varying, strict=True)
+    return sum(bytes_of(v) for v, varies in pairs if not varies)
 
 
 def _numbers_of_product(operation: Operation) -> int:
