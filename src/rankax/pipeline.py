@@ -57,7 +57,7 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
     options = options_of(call, options)
     with on_mesh(call.leaves), inside_call(options.target):
         place = place_of(call, options) if place is None else place
-        call = prepared(call, options, place)
+        call, options = prepared(call, options, place)
         if (plan := by_hand(call, options, place)) is not None:
             call = call.with_leaves(place.put(call.leaves, call, options)) if place else call
             return call.in_one_piece(plan)
@@ -85,13 +85,13 @@ def place_of(call: Call, options: Options) -> Placement:
     return devices_of(call, options) or HERE
 
 
-def prepared(call: Call, options: Options, place: Placement) -> Call:
-    """Return the call to plan.
+def prepared(call: Call, options: Options, place: Placement) -> tuple[Call, Options]:
+    """Return the call to plan, and its options.
 
     A kernel that takes a batch is told how long its chunks are, for which it may be traced.
     """
     if not options.batched:
-        return call
+        return call, options
     check_batched(options, call.site)  # a scope may have changed them
     call = dataclasses.replace(call, form=Batched())
     whole = call.plan_whole(options)
@@ -100,7 +100,7 @@ def prepared(call: Call, options: Options, place: Placement) -> Call:
         options = fit(traced(call, options, place)).options
     parts = map(whole.part, place.layout(whole, None).shapes())
     lengths = sorted({part.cut(*sizes_of(options, WHOLE_CHUNKS)).in_flight for part in parts})
-    return dataclasses.replace(call, form=Batched(tuple(lengths)))
+    return dataclasses.replace(call, form=Batched(tuple(lengths))), options
 
 
 def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
@@ -183,7 +183,8 @@ def fit(own: Traced) -> Fitted:
     if has_refs(jaxpr.constvars, item.closed.effects):
         options = options.replace(checkpoint=False)  # JAX cannot differentiate a checkpointed Ref
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
-    tiles = WHOLE_CHUNKS if options.batched else options.rules.tiles(jaxpr, updated)
+    best = options.rules.tiles(jaxpr, updated)
+    tiles = WHOLE_CHUNKS if options.batched else best
     if options.hoist and tiles.forward:
         tiles = tiles._replace(side=once.side_of_tiles(jaxpr, whole))
 
@@ -200,7 +201,8 @@ def fit(own: Traced) -> Fitted:
         changes_item = changes_item or lanes.changes(item, found["ends"])
 
     if options.chunk_size == AUTO:
-        size = memory.default_size(item, options, whole, tiles)
+        of_items = best._replace(across=0) if options.batched else tiles
+        size = memory.default_size(item, options, whole, of_items)
         options = options.replace(chunk_size=size)
     if options.memory_limit is not None:
         part = call.part(own.whole, layout.shapes()[-1]) if layout else call

@@ -219,6 +219,13 @@ def test_a_memory_limit():
     close(kernel(x), fun(x))
 
 
+def test_a_default_chunk_is_chosen_once():
+    """Its own program, once it was known, counted as values of one item: 2 items for 21."""
+    weights = jnp.zeros((256, 256))
+    kernel = auto_vmap(1, batched=True, reduce="sum")(lambda x: jnp.sum(jnp.tanh(x @ weights), -1))
+    assert kernel.plan(jax.ShapeDtypeStruct((4096, 256), "float32")).in_flight > 50
+
+
 def test_a_simulator_without_vmap():
     shapes = set()
 

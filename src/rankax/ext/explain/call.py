@@ -61,7 +61,7 @@ def plan_of(call: KernelCall, options: Options) -> BatchPlan:
 
 
 def _planned(call: KernelCall, options: Options, place: Placement) -> BatchPlan:
-    ready = prepared(call, options, place)
+    ready, options = prepared(call, options, place)
     found = {"untouched": call.untouched(), "filled": tuple(call.lengths.items())}
     if (plan := by_hand(ready, options, place)) is not None:
         return shown(plan, **found)
