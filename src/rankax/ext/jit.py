@@ -18,7 +18,15 @@ import numpy as np
 
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._options import Options
-from rankax.call.kernels import KernelCall, KernelSpec, Shell, bind, is_array, is_number
+from rankax.call.kernels import (
+    KernelCall,
+    KernelSpec,
+    Shell,
+    bind,
+    check_promotion,
+    is_array,
+    is_number,
+)
 from rankax.core.base.arrays import is_staged, weakened
 from rankax.core.base.trees import check_outputs, leaves_with_names
 from rankax.core.loop.spec import PLACE
@@ -105,6 +113,7 @@ def compiled_parts(kernel: KernelSpec) -> CompiledParts | None:
 def lowered(kernel: KernelSpec, /, *args: Any, **kwargs: Any) -> Any:
     """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
     call = bind(kernel, args, kwargs, shapes_only=True, takes_nodes=True)
+    check_promotion(call)
     is_alone = not call.structure.nodes  # otherwise it is one program of these lengths
     frame, arrays, _ = _split(call, shapes_only=True, is_alone=is_alone)
     return _jitted(kernel, frame, arrays).lower(*arrays)

@@ -141,7 +141,8 @@ def apply(
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
         pairs = zip(named.values(), data, strict=True)
         given = arguments(leaf.aligned(x, reduced) for leaf, x in pairs)
-        outs = jax.tree.leaves(kernel(*given.args, **given.kwargs))
+        bound = bind(kernel.spec, given.args, given.kwargs, takes_foreign=True)
+        outs = jax.tree.leaves(kernel.run(bound))
         if not any(isinstance(x, jax.Array) for x in data):
             outs = [np.array(x) if isinstance(x, jax.Array) else x for x in outs]
         return outs[0] if len(outs) == 1 else tuple(outs)
