@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from helpers import assert_same, refusal, slow
-from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax import (
+    auto_vmap,
+    checkpoint_chunked_scan,
+    chunked_jacfwd,
+    chunked_reduce,
+    chunked_vmap,
+    sliced_scan,
+)
 from rankax.reductions import Moments, TopK
 
 X = np.linspace(0.1, 1.3, 12, dtype=np.float32)
@@ -65,3 +72,56 @@ def test_chunks_that_may_not_divide_it(reduce):
         "kernel(): the batch has the unknown length n, which no chunk of 2 to 3 items divides; "
         "export a multiple, as of jax.export.symbolic_shape('3*n'), or give chunk_size=None"
     )
+
+
+def pairs(x, chunk_size=None):
+    mapped = auto_vmap(1, 1, reduce="sum", reduce_axis=-1, chunk_size=chunk_size)
+    return mapped(lambda a, b: jnp.sin(a) @ jnp.cos(b))(x[:, None], x[None])
+
+
+# Calls in chunks, of what has an unknown length, beside the same without chunks.
+UNKNOWN = {
+    "pairs": (lambda x: pairs(x[:, None], 4), lambda x: pairs(x[:, None])),
+    "one item": (lambda x: pairs(jnp.stack([x] * 3), 2), lambda x: pairs(jnp.stack([x] * 3))),
+    "jacobian": (chunked_jacfwd(kernel, chunk_size=2), jax.jacfwd(kernel)),
+    "trace": (chunked_jacfwd(kernel, reduce="trace"), lambda x: jnp.trace(jax.jacfwd(kernel)(x))),
+}
+
+
+@pytest.mark.parametrize(("call", "plain"), UNKNOWN.values(), ids=UNKNOWN)
+def test_what_has_an_unknown_length(call, plain):
+    want = jax.jit(lambda x: (plain(x), jax.grad(lambda x: total(plain(x)))(x)))(X)
+    assert_same(exported(call, "4*n")(X), want, rtol=1e-4)
+
+
+def step(carry, x):
+    return carry + x, carry
+
+
+def halved(x):
+    return jax.lax.while_loop(lambda y: y > 0.1, lambda y: y / 2, x)
+
+
+# What needs a number, and says so before JAX does.
+REFUSED = {
+    "kernel(): memory_limit cannot measure arrays of the unknown length 4*n; give chunk_size": (
+        auto_vmap(0, memory_limit="1 MB")(kernel)
+    ),
+    "kernel(): devices=1 cannot divide the unknown length 4*n; leave it out, or export a known "
+    "length": auto_vmap(0, devices=1)(kernel),
+    "halved(): lockstep=False counts the items, but the batch has the unknown length 4*n; leave it "
+    "out, or export a known length": auto_vmap(0, lockstep=False)(halved),
+    "progress= counts the items, but the batch has the unknown length 4*n; leave it out, or export "
+    "a known length": auto_vmap(0, chunk_size=2, progress=print)(kernel),
+    "checkpoint_chunked_scan(step): the leading axis of xs has the unknown length 4*n; use "
+    "jax.lax.scan, which takes it, or export a known length": (
+        lambda x: checkpoint_chunked_scan(step, jnp.float32(0), x, chunk_size=2)
+    ),
+    "sliced_scan(step): the leading axis of xs has the unknown length 4*n; use jax.lax.scan, which "
+    "takes it, or export a known length": (lambda x: sliced_scan(step, jnp.float32(0), x, start=1)),
+}
+
+
+@pytest.mark.parametrize(("text", "call"), REFUSED.items(), ids=range(len(REFUSED)))
+def test_what_needs_a_known_length(text, call):
+    assert refusal(ValueError, exported, call, "4*n").partition("\n")[0] == text

@@ -568,7 +568,7 @@ def _warn_of_pairs(call: KernelCall) -> None:
 
 
 def check_promotion(call: KernelCall) -> None:
-    """Refuse batch axes of different numbers, or warn of them, if ``jax_numpy_rank_promotion`` does.
+    """Refuse, or warn of, batch axes of different numbers, if ``jax_numpy_rank_promotion`` does.
 
     An array without batch axes is one item, as a scalar is one number; and names say which batch
     axes meet.

@@ -44,6 +44,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from rankax.core.base.arrays import is_staged
+from rankax.core.plan.schedule import is_known
 from rankax.core.protocols import Observer
 
 Target = str | Callable[[int, int], object]
@@ -122,6 +123,11 @@ class Progress:
 
     def reports(self, length: int, size: int, steps: int) -> Self:
         """Return the reports of a loop over ``length`` items, ``size`` in each step."""
+        if not is_known(length):
+            raise ValueError(
+                f"progress= counts the items, but the batch has the unknown length {length}; leave "
+                "it out, or export a known length"
+            )
         return dataclasses.replace(self, length=length, size=size, steps=steps)
 
     def step(self, done: jax.Array) -> None:

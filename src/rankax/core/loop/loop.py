@@ -139,10 +139,10 @@ def flatten_items(leaf: Any, axis: int) -> jax.Array:
     flat shape, too.
     """
     before, rest = leaf.shape[:axis], leaf.shape[axis:]
-    flat = math.prod(rest)
-    # One axis, unless an index along it needs more than 32 bits.
-    is_short = not is_known(flat) or flat < 2**31
-    after = (flat,) if is_short else (rest[0], math.prod(rest[1:]))
+    each, flat = math.prod(rest[1:]), math.prod(rest)
+    # One axis, unless an index along it needs more than 32 bits, or a length that is not known.
+    is_short = is_known(each) and (not is_known(flat) or flat < 2**31)
+    after = (flat,) if is_short else (rest[0], each)
     return lax.reshape(leaf, (*before, *after))
 
 

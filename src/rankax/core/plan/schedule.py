@@ -299,8 +299,9 @@ def _chunks_of_unknown(length: Any, chunk_size: int) -> Chunks:
     divides = (size for size in range(chunk_size, 0, -1) if length % size == 0)
     size = next(divides, 1)
     if size == 1 < chunk_size:
+        sizes = "2" if chunk_size == 2 else f"2 to {chunk_size}"
         raise UnknownLengthError(
-            f"the batch has the unknown length {length}, which no chunk of 2 to {chunk_size} items "
+            f"the batch has the unknown length {length}, which no chunk of {sizes} items "
             f"divides; export a multiple, as of jax.export.symbolic_shape('{chunk_size}*n'), or "
             "give chunk_size=None"
         )

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax.core.base.arrays import is_staged, mesh_of, sharding_of
 from rankax.core.base.messages import caller_level, listed, plural, positive_int
-from rankax.core.plan.schedule import Plan
+from rankax.core.plan.schedule import Plan, is_known
 from rankax.core.trace.programs import ItemProgram
 from rankax.ext.devices.mesh import Parts, is_inside
 from rankax.ext.equations import LAPACK, operations
@@ -181,6 +181,11 @@ def find_parts(
     if is_manual or (devices is not None and is_inside()):
         return ()
     shape = whole.batch_shape
+    if devices is not None and (unknown := next((n for n in shape if not is_known(n)), None)):
+        raise ValueError(
+            f"{site}: devices={devices!r} cannot divide the unknown length {unknown}; leave it "
+            "out, or export a known length"
+        )
     if isinstance(devices, PartitionSpec):
         return _named_parts(devices, leaves, whole, site)
     found: list[Parts] = []

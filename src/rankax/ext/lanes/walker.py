@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr
 
 from rankax._options import Options
 from rankax.core.loop.loop import sinks_of
-from rankax.core.plan.schedule import Chunks, Plan
+from rankax.core.plan.schedule import Chunks, Plan, is_known
 from rankax.core.reduce.row import Ordered, Row, Steps
 from rankax.core.trace.programs import ItemProgram
 from rankax.ext.lanes.branches import gated_loops
@@ -89,6 +89,11 @@ def plan_lanes(plan: Plan, lanes: LaneWalker) -> Plan:
     """
     walked = [level.reduced or not plan.reduced for level in plan.levels]
     items = math.prod(level.size for level, own in zip(plan.levels, walked, strict=True) if own)
+    if not is_known(items):
+        raise ValueError(
+            f"{plan.kernel}(): lockstep=False counts the items, but the batch has the unknown "
+            f"length {items}; leave it out, or export a known length"
+        )
     lanes = dataclasses.replace(lanes, count=min(lanes.count, items))
     levels = tuple(
         dataclasses.replace(level, walker=lanes, is_loop=False)

@@ -30,7 +30,7 @@ from jax.sharding import AxisType, SingleDeviceSharding
 from rankax.core.base.arrays import Target, has_tangent, shape_of, target_of
 from rankax.core.base.cache import Kept
 from rankax.core.loop.eager_programs import Unknown, fingerprint
-from rankax.core.plan.schedule import Shape
+from rankax.core.plan.schedule import Shape, is_known
 from rankax.core.trace.derivatives import of_some
 from rankax.core.trace.programs import evaluate
 from rankax.ext.equations import bytes_of_item
@@ -199,6 +199,12 @@ def fit_once(
 def stand_ins(arrays: Any, target: Target | None, site: str) -> Any:
     """Return the shapes of arrays, on a device to compile for if that is not one of the default."""
     shapes = jax.tree.map(shape_of, arrays)
+    sizes = (n for x in jax.tree.leaves(shapes) for n in x.shape)
+    if unknown := next((n for n in sizes if not is_known(n)), None):
+        raise ValueError(
+            f"{site}: memory_limit cannot measure arrays of the unknown length {unknown}; give "
+            "chunk_size"
+        )
     if target is None or target.platform == jax.default_backend():
         return shapes
     try:

@@ -23,6 +23,7 @@ from rankax.core.base import messages
 from rankax.core.base.arrays import in_32_bits, scalar
 from rankax.core.base.trees import check_leaves, leaves_with_names, type_name
 from rankax.core.loop.eager_programs import Mode, call_of_kernel, kept_program, mode_of
+from rankax.core.plan.schedule import is_known
 from rankax.core.trace.derivatives import call_with_derivative_of, keep_rules
 from rankax.core.trace.programs import ItemProgram, evaluate, with_axis
 from rankax.ext.progress import Progress, checked_progress, progress_of_call
@@ -132,6 +133,11 @@ def _scan_length(site: str, xs: Any, length: Any) -> int:
             f"{site}: length is {length}, but the leading axis of xs is {steps}; "
             "leave length out\n\n"
             + messages.table(("leaf", "shape", "length"), rows, range(len(rows)))
+        )
+    if not is_known(steps):
+        raise ValueError(
+            f"{site}: the leading axis of xs has the unknown length {steps}; use jax.lax.scan, "
+            "which takes it, or export a known length"
         )
     return steps
 
