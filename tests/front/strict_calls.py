@@ -5,6 +5,7 @@ As a script, it makes the named calls in this process, which has made no other.
 """
 
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from rankax import (
     chunked_vmap,
     sliced_scan,
 )
-from rankax.reductions import Moments, TopK
+from rankax.reductions import Best, ByLabel, Fold, Histogram, Moments, TopK
 
 X = np.linspace(0.1, 1.0, 18, dtype=np.float32).reshape(6, 3)
 
@@ -94,6 +95,63 @@ def top(x):
     return {"values": values, "indices": indices}
 
 
+NAMED = ("mean", "prod", "min", "any", "all", "argmax", "argmin")
+
+
+def each_named(v):
+    y = kernel(v)
+    return {name: y > 1 if name in ("any", "all") else y for name in NAMED}
+
+
+def others(v):
+    y, label = kernel(v), (jnp.sum(v) > 1.5).astype(jnp.int32)
+    return {
+        "best": {"by": y, "v": v},
+        "product": y,
+        "label": {"label": label, "v": v},
+        "bins": {"x": y, "weight": v[0]},
+    }
+
+
+OTHERS = {
+    "best": Best("by"),
+    "product": Fold(jnp.float32(1), lambda y: y, jnp.multiply),
+    "label": ByLabel("label", length=2),
+    "bins": Histogram([0.0, 0.5, 1.0, 2.0], of="sum", by="x"),
+}
+
+
+def others_at_once(x):
+    one = jax.vmap(others)(x)
+    first = jnp.argmin(one["best"]["by"])
+    x = one["bins"]["x"]
+    bins = [(low <= x) & (x < high) for low, high in [(0.0, 0.5), (0.5, 1.0), (1.0, 2.0)]]
+    labels = one["label"]["label"]
+    return {
+        "best": jax.tree.map(lambda y: y[first], one["best"]),
+        "product": jnp.prod(one["product"]),
+        "label": {
+            "label": None,
+            "v": jnp.zeros((2, 3)).at[labels].add(one["label"]["v"]),
+        },
+        "bins": {
+            "x": None,
+            "weight": jnp.stack([jnp.sum(jnp.where(b, one["bins"]["weight"], 0.0)) for b in bins]),
+        },
+    }
+
+
+def streamed(x):
+    import rankax.stream
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/y.zarr"
+        stored = rankax.stream.run(
+            auto_vmap(1)(kernel), x, out=out, memory_limit="5 MB", progress=False
+        )
+        return jnp.asarray(stored[...])
+
+
 CALLS = {
     "map": (auto_vmap(1, chunk_size=2)(kernel), rows),
     "uneven": (chunked_vmap(kernel, 4), rows),
@@ -125,6 +183,11 @@ CALLS = {
         lambda x: chunked_reduce(kernel, Moments(), 2)(x)[1:],
         lambda x: (jnp.mean(rows(x)), jnp.var(rows(x))),
     ),
+    "named": (
+        chunked_reduce(each_named, {name: name for name in NAMED}, 4),
+        lambda x: {name: getattr(jnp, name)(y) for name, y in jax.vmap(each_named)(x).items()},
+    ),
+    "others": (chunked_reduce(others, OTHERS, 2), others_at_once),
     "top": (lambda x: chunked_reduce(kernel, TopK(2), 2)(x)._asdict(), top),
     "jacfwd": (
         lambda x: chunked_jacfwd(squares, chunk_size=2)(x[1]),
@@ -146,9 +209,10 @@ CALLS = {
         lambda x: checkpoint_chunked_scan(step, jnp.sum(x[0]), x, chunk_size=4),
         whole_scan,
     ),
+    "stream": (streamed, rows),
     "while": (grown(checkpoint_while_loop), grown(lax.while_loop)),
 }
-NO_GRADIENT = ("lanes", "while")  # of the plain program
+NO_GRADIENT = ("lanes", "while", "stream")  # of the plain program, or at all
 
 
 def called(fun, x, *, gradient=True):

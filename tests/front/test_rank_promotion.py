@@ -11,11 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rankax._front.kernel
-import rankax.ext.jit
 from helpers import assert_same, refusal
 from rankax import BatchShapeError, Ragged, SplitKey, auto_vmap, chunked_reduce, chunked_vmap
-from rankax.call.kernels import check_promotion
 
 X, Y = jnp.ones((4, 1, 3)), jnp.ones((5, 3))
 MODES = ["raise", "warn"]
@@ -24,8 +21,8 @@ MODES = ["raise", "warn"]
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
     """Check batch axes, which the session does not (`conftest.py`)."""
-    for module in (rankax._front.kernel, rankax.ext.jit):
-        monkeypatch.setattr(module, "check_promotion", check_promotion)
+    mode = "rankax.call.kernels._rank_promotion"
+    monkeypatch.setattr(mode, lambda: jax.config.jax_numpy_rank_promotion)
 
 
 @auto_vmap(1, 1)
@@ -58,6 +55,12 @@ def test_batch_axes_that_are_added_in_front(options):
     assert found[0].filename == __file__
     with jax.numpy_rank_promotion("raise"):
         assert_same(kernel(X, Y[None]), want)
+
+
+def test_streams_check_as_calls_do(tmp_path):
+    stream = pytest.importorskip("rankax.stream")
+    text = refusal(BatchShapeError, stream.run, dot, np.asarray(X), Y, out=tmp_path / "a.zarr")
+    assert text == TEXT.format("raise")
 
 
 def test_lowering_checks_as_calls_do():

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -77,6 +78,11 @@ def exported(fun):
     return jax.export.deserialize(call.serialize()).call(jnp.asarray(X))
 
 
+def exported_for_any_length(fun):
+    like = jax.ShapeDtypeStruct(jax.export.symbolic_shape("2*n, 3"), X.dtype)
+    return jax.export.export(jax.jit(fun))(like).call(jnp.asarray(X))
+
+
 def lowered(fun):
     return jax.jit(fun).lower(jnp.asarray(X)).compile()(jnp.asarray(X))
 
@@ -88,10 +94,22 @@ def in_threads(fun):
 
 MODES = [
     *(debug_nans, key_checker, checked_leaks, ranks_raise, in_shard_map, auto_mesh, explicit_mesh),
-    *(no_transfers, exported, lowered, in_threads),
+    *(no_transfers, exported, exported_for_any_length, lowered, in_threads),
 ]
-# What is padded or read on the host is refused on such a mesh, in words.
-REFUSED = {(explicit_mesh, name): "is sharded over devices, but " for name in ("bucket", "ragged")}
+REFUSED = {
+    # What is padded or read on the host is refused on such a mesh.
+    **{(explicit_mesh, name): "is sharded over devices, but " for name in ("bucket", "ragged")},
+    # The lengths of items are numbers, and scans have as many steps as they are told.
+    (exported_for_any_length, "ragged"): "values has 2\\*n rows",
+    (exported_for_any_length, "sliced_scan"): "has the unknown length 2\\*n; use jax.lax.scan",
+    (exported_for_any_length, "checkpointed"): "has the unknown length 2\\*n; use jax.lax.scan",
+    (exported_for_any_length, "lanes"): "counts the items, but the batch has the unknown length",
+    # Streams read arrays on the host: `test_no_program_reads_arrays_on_the_host`.
+    **{
+        (mode, "stream"): "is traced, but a stream reads it on the host"
+        for mode in (in_shard_map, no_transfers, exported, exported_for_any_length, lowered)
+    },
+}
 AT_EACH_RUN = ("map", "max", "jacfwd")
 
 
@@ -108,12 +126,21 @@ def test_each_call_in_each_mode(mode, name):
     fun, plain = CALLS[name]
     gradient = name not in NO_GRADIENT
     if words := REFUSED.get((mode, name)):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((TypeError, ValueError), match=words):
             mode(fun)
         return
     got = mode(lambda x: called(fun, x, gradient=gradient))
     want = jax.jit(lambda x: called(plain, x, gradient=gradient))(jnp.asarray(X))
     assert_same(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_no_program_reads_arrays_on_the_host():
+    """Nor does one of JAX itself."""
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(np.asarray)(X)
+    for traced in (jax.jit(CALLS["stream"][0]), jax.grad(lambda x: CALLS["stream"][0](x).sum())):
+        with pytest.raises(TypeError, match=r"v is traced, .* outside of jax.jit and jax.grad"):
+            traced(jnp.asarray(X))
 
 
 def in_a_process(names, **environment):

@@ -567,13 +567,17 @@ def _warn_of_pairs(call: KernelCall) -> None:
         return
 
 
+def _rank_promotion() -> str:
+    return jax.config.jax_numpy_rank_promotion  # pyright: ignore
+
+
 def check_promotion(call: KernelCall) -> None:
     """Refuse, or warn of, batch axes of different numbers, if ``jax_numpy_rank_promotion`` does.
 
     An array without batch axes is one item, as a scalar is one number; and names say which batch
     axes meet.
     """
-    mode = jax.config.jax_numpy_rank_promotion  # pyright: ignore
+    mode = _rank_promotion()
     if mode == "allow" or call.structure.nodes or call.kernel.preset.batch_shape is not None:
         return
     leaves = zip(call.paths, map(np.shape, call.leaves), call.structure.ranks, strict=True)

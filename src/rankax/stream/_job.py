@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 import rankax
 from rankax._front.kernel import Kernel
-from rankax.call.kernels import flatten
+from rankax.call.kernels import check_promotion, flatten
 from rankax.core.base.messages import listed, plural
 from rankax.ext.blocks.backend import small_blocks
 from rankax.ext.blocks.call import call_on_blocks
@@ -72,6 +73,7 @@ def prepared(
     ranked, paths = call.ranked, call.paths
     for i in ranked:
         call.leaves[i] = streamed(call.leaves[i], paths[i], site)
+    check_promotion(call)
     ragged = RaggedCall.of(call, None) if call.structure.nodes else None
     if ragged is not None:
         mapped, call = Kernel(ragged.call.kernel), filled_up(ragged, site)
@@ -125,6 +127,11 @@ def streamed(value: Any, path: str, site: str) -> Any:
     shape: Any = getattr(value, "shape", None) if hasattr(value, "__getitem__") else None
     if shape is None or isinstance(value, np.generic):
         return value
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{site}: {path} is traced, but a stream reads it on the host; call it outside of "
+            "jax.jit and jax.grad"
+        )
     if isinstance(value, jax.Array):
         if not shape or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
