@@ -10,6 +10,7 @@ import optimistix as optx
 import pytest
 
 from clients import BATCH, SCALARS, check_against_vmap, forward_and_gradient
+from rankax import auto_vmap
 
 VECTORS = jnp.cos(jnp.arange(BATCH * 3.0)).reshape(BATCH, 3)
 
@@ -89,3 +90,34 @@ PROGRAMS = {
 def test_values_and_gradients(name, gradient):
     fun, rtol = PROGRAMS[name]
     check_against_vmap(fun, (0, 1), SCALARS, VECTORS, gradient=gradient, rtol=rtol)
+
+
+# Implicit solvers on devices.
+
+
+def solved(c):
+    solver = optx.Newton(rtol=1e-6, atol=1e-6)
+    return optx.root_find(lambda x, c: x**2 - c, solver, 1.0, args=c, throw=False).value
+
+
+C = jnp.linspace(0.5, 4.0, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}])
+def test_implicit_solvers_are_differentiated_on_devices(options):
+    slopes = auto_vmap(0, devices=1, **options)(jax.grad(solved))(C)
+    assert jnp.allclose(slopes, 0.5 / jnp.sqrt(C), rtol=1e-5)
+
+
+def test_implicit_solvers_that_are_differentiated_from_outside():
+    """No device can do that in JAX: Equinox compares types, which name the mesh there."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    plain = jax.shard_map(
+        jax.vmap(solved), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"), check_vma=False
+    )
+    for mapped in (plain, auto_vmap(0, devices=1)(solved)):
+        with pytest.raises(ValueError, match="Closure-converted function called with different"):
+            jax.grad(lambda c, mapped=mapped: mapped(c).sum())(C)
+    words = r"differentiate inside, as in auto_vmap\(...\)\(jax.grad\(f\)\), or use devices=False"
+    with pytest.raises(ValueError, match=words):
+        auto_vmap(0, devices=1, lockstep=False)(solved)(C)

@@ -255,6 +255,14 @@ def test_the_gram_matrix_of_no_rows_is_zero(chunked):
     assert_same(empty, jnp.zeros((0, 0), jnp.float32))
 
 
+def test_the_diagonal_and_the_trace_of_no_columns():
+    none = X[:0]
+    for size in (None, 2):
+        assert_same(chunked_jacrev(jnp.sin, reduce="diagonal", chunk_size=size)(none), none)
+        laplacian = chunked_hessian(jnp.sum, reduce="trace", chunk_size=size)(none)
+        assert_same(laplacian, jnp.trace(jax.hessian(jnp.sum)(none)))
+
+
 @pytest.mark.parametrize(
     ("fun", "z", "chunked"),
     [

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Reported elsewhere: derivatives that are wrong, NaN, or an error once there is a batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from helpers import assert_same
@@ -176,6 +179,46 @@ def test_a_mean_over_tokens_with_a_short_last_chunk():
 
     got = jax.jit(jax.value_and_grad(mean))(weights, Ragged(rows, lengths))
     assert_same(got, jax.value_and_grad(of_all_tokens)(weights))
+
+
+def solved(f, x):
+    """Return a zero of a function that may close over tracers, as `jax.closure_convert` allows."""
+    converted, consts = jax.closure_convert(f, x)
+    return _solved(converted, x, consts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _solved(f, x, consts):
+    def newton(_, x):
+        return x - f(x, *consts) / jax.grad(f)(x, *consts)
+
+    return lax.fori_loop(0, 30, newton, x)
+
+
+def _forward(f, x, consts):
+    x = _solved(f, x, consts)
+    return x, (x, consts)
+
+
+def _backward(f, stored, cotangent):
+    x, consts = stored
+    slope, pull = jax.grad(f)(x, *consts), jax.vjp(lambda *consts: f(x, *consts), *consts)[1]
+    return jnp.zeros_like(x), [*pull(-cotangent / slope)]
+
+
+_solved.defvjp(_forward, _backward)
+
+CONVERTED = [{"chunk_size": 3}, {"devices": 1}, {"lockstep": False}, {"reduce": "sum"}]
+
+
+@pytest.mark.parametrize("options", CONVERTED, ids=str)
+def test_a_rule_that_closes_over_tracers(options):
+    """As in the documentation of `jax.closure_convert`."""
+    c = jnp.linspace(0.5, 4.0, 8)
+    kernel = auto_vmap(0, **options)(lambda c: solved(lambda x: x**2 - c, jnp.float32(1)))
+    value, gradient = jax.value_and_grad(lambda c: jnp.sum(kernel(c)))(c)
+    assert_same(value, jnp.sum(jnp.sqrt(c)), rtol=1e-5)
+    assert_same(gradient, 0.5 / jnp.sqrt(c), rtol=1e-5)
 
 
 def test_roots_in_chunks():

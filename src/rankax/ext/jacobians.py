@@ -201,7 +201,10 @@ class _Jacobian:
             )
 
         def entry(number: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(_flat(self.image(number)), number, keepdims=False)
+            column = _flat(self.image(number))
+            if not column.size:  # traced, but evaluated for no column
+                return jnp.sum(column)
+            return lax.dynamic_index_in_dim(column, number, keepdims=False)
 
         if reduce == "trace":
             return self.over_basis(entry, reduce="sum")

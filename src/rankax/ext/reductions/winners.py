@@ -87,6 +87,11 @@ class ArgMin(_ArgExtremum):
 class _Extremum(_Compared):
     arg: _ArgExtremum  # finds its index
 
+    def misfit(self, aval: Any) -> str:
+        name = type(self).function.__name__
+        words = f", or take jnp.{name} of what chunked_vmap returns: it compares real parts first"
+        return (found := super().misfit(aval)) and found + words
+
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         worst = worst_value(aval.dtype, largest=self.arg.largest)
         combine = lax.max if self.arg.largest else lax.min
