@@ -56,3 +56,30 @@ def test_what_the_error_advises_and_a_shared_matrix():
     shared = BCOO.fromdense(DENSE[0])
     for mapped in (chunked_vmap, lambda f, size, _: auto_vmap(1, None, chunk_size=size)(f)):
         assert_same(mapped(lambda x, m: m @ x, 2, (0, None))(x, shared), x @ DENSE[0].T)
+
+
+def diagonal(v):
+    return {"m": BCOO.fromdense(jnp.diag(v), nse=4)}
+
+
+RETURNS = {
+    "chunks": chunked_vmap(diagonal, 2),
+    "auto_vmap": auto_vmap(1)(diagonal),
+    "lanes": auto_vmap(1, lockstep=False)(diagonal),
+    "sum": chunked_reduce(diagonal, "sum", None),
+}
+
+
+@pytest.mark.parametrize("call", RETURNS.values(), ids=RETURNS)
+def test_a_sparse_output_says_what_to_return(call):
+    """Otherwise, it would be a matrix whose methods fail, as what `jax.lax.map` returns."""
+    x = DENSE[0]
+    text = refusal(TypeError, call, x)
+    assert "diagonal() at " in text
+    assert text.endswith(
+        "returned a sparse matrix (BCOO) at output['m'], and only jax.vmap can make a batch of "
+        "them; return its arrays, such as output['m'].data"
+    )
+    want = jax.vmap(diagonal)(x)["m"].todense()
+    assert_same(chunked_vmap(diagonal, None)(x)["m"].todense(), want)
+    assert_same(auto_vmap(1)(diagonal)(x[0])["m"].todense(), jnp.diag(x[0]))

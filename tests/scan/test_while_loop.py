@@ -427,6 +427,13 @@ def test_without_jit_it_is_the_loop_itself():
         assert_same(jax.grad(MINE)(A, X), jax.grad(jax.jit(MINE))(A, X), rtol=1e-4)
 
 
+def test_without_jit_a_map_of_it_has_a_reverse_pass():
+    mapped = jax.vmap(jax.grad(lambda x: MINE(A, x)))
+    want = jax.jit(mapped)(RATES)
+    with jax.disable_jit():
+        assert_same(mapped(RATES), want, rtol=1e-4)
+
+
 def test_eager_calls_in_chunks_are_compiled_once():
     kernel = chunked_vmap(lambda x: MINE(A, x), 2)
     for transform in (lambda f: f, lambda f: jax.grad(lambda x: jnp.sum(f(x)))):

@@ -35,8 +35,8 @@ from rankax.core.base.messages import (
 )
 from rankax.core.base.trees import (
     Items,
-    check_outputs,
     check_returned,
+    check_stored,
     is_sparse,
     leaves_with_names,
     refusal_of_sparse,
@@ -435,7 +435,7 @@ class KernelCall(Call):
         # The kernel must not change an array of the caller in place.
         arrays = [jnp.asarray(x) if rank and isinstance(x, np.ndarray) else x for x, rank in pairs]
         out = super().evaluate(arrays, plan)
-        check = check_outputs if plan.levels else check_returned
+        check = check_stored if plan.levels else check_returned
         check(self.fun, out)
         return self._checked(out, plan)
 

@@ -128,7 +128,7 @@ def checkpoint_while_loop(
     site = f"{name}({messages.function_name(body_fun)})"
     max_stored = messages.positive_int(max_stored, site, "max_stored")
     check_leaves(site, init_val, "init_val")
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+    if _runs_in_python(cond_fun, init_val):
         return lax.while_loop(cond_fun, body_fun, init_val)
     init_val = jax.tree.map(jnp.asarray, init_val)
     tree = jax.tree.structure(init_val)
@@ -154,6 +154,17 @@ def checkpoint_while_loop(
     arrays = [list(closed.consts) for closed in programs], init
     funs = [functools.partial(evaluate, closed.jaxpr) for closed in programs]
     return tree.unflatten(_loop(funs, arrays, max_stored, site, refusal))
+
+
+def _runs_in_python(cond_fun: Callable[..., Any], init_val: Any) -> bool:
+    """Whether JAX runs the loop without a program, step by step: not under `jax.vmap`."""
+    if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    try:
+        bool(cond_fun(init_val))
+    except jax.errors.ConcretizationTypeError:
+        return False
+    return True
 
 
 def _loop(
