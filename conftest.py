@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Settings of the test session: strict JAX, how it compiles, and the Hypothesis budgets."""
 
+import functools
 import gc
 import os
 from collections import Counter
@@ -118,7 +119,8 @@ def pytest_sessionstart():
     """
     import rankax.call.kernels  # not before coverage begins, in this hook
 
-    rankax.call.kernels._rank_promotion = lambda: "allow"
+    of_call = rankax.call.kernels._numbers_of_axes
+    rankax.call.kernels._numbers_of_axes = functools.wraps(of_call)(lambda call: {})
 
 
 def pytest_runtest_setup(item):

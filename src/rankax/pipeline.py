@@ -37,7 +37,7 @@ from rankax._options import AUTO, Options, check_batched
 from rankax.call.base import Call, sizes_of
 from rankax.core.base.arrays import inside_call, is_spread, on_mesh
 from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
-from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan, is_known
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
 from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
 from rankax.core.reduce.protocol import FILL
 from rankax.core.trace.derivatives import has_refs
@@ -161,7 +161,7 @@ def traced(call: Call, options: Options, place: Placement) -> Traced:
         item = call.trace(whole, options.reduce)
     item = fused.with_literals(item) if options.fused else item
     inputs = [x.shape for x in item.closed.in_avals] + [x.shape for x in item.closed.consts]
-    if not all(map(is_known, itertools.chain(whole.batch_shape, *inputs))):  # as in `jax.export`
+    if not isinstance(sum(itertools.chain(whole.batch_shape, *inputs)), int):  # in `jax.export`
         options = options.replace(hoist=False, xla_cpu=False)
     layout = place.layout(whole, item)
     part = whole.part(layout.shapes()[-1]) if layout else whole

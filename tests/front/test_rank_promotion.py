@@ -4,6 +4,7 @@
 All other tests run under "raise", so that no operation of this library promotes ranks.
 """
 
+import inspect
 import warnings
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 from helpers import assert_same, refusal
 from rankax import BatchShapeError, Ragged, SplitKey, auto_vmap, chunked_reduce, chunked_vmap
+from rankax.call import kernels
 
 X, Y = jnp.ones((4, 1, 3)), jnp.ones((5, 3))
 MODES = ["raise", "warn"]
@@ -21,8 +23,8 @@ MODES = ["raise", "warn"]
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
     """Check batch axes, which the session does not (`conftest.py`)."""
-    mode = "rankax.call.kernels._rank_promotion"
-    monkeypatch.setattr(mode, lambda: jax.config.jax_numpy_rank_promotion)
+    of_call = inspect.unwrap(kernels._numbers_of_axes)
+    monkeypatch.setattr(kernels, "_numbers_of_axes", of_call)
 
 
 @auto_vmap(1, 1)

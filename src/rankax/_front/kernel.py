@@ -97,7 +97,8 @@ class Kernel(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         kernel, arguments = self.unbound(args)
         call = bind(kernel.spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
-        check_promotion(call)
+        if not call.structure.nodes:
+            check_promotion(call)
         return kernel.run(call)
 
     def run(self, call: KernelCall) -> Any:

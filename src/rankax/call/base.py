@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from rankax._options import Options
 from rankax.core.base.arrays import gated_if_small, shape_of
 from rankax.core.base.messages import traced_as
-from rankax.core.base.trees import check_outputs
+from rankax.core.base.trees import check_no_sparse, check_outputs
 from rankax.core.loop.spec import PLACE, index_without_fill, item_key
 from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Plan, Tiles
 from rankax.core.protocols import Form
@@ -105,9 +105,11 @@ class Call(abc.ABC):
 
     def evaluate(self, leaves: Sequence[Any], plan: Plan) -> Any:
         """Evaluate the kernel with other leaves, such as the leaves of one item."""
-        if self.form is None:
-            return self.call(leaves, plan)
-        return self.form.evaluate(self, leaves, plan)
+        form = self.form
+        out = self.call(leaves, plan) if form is None else form.evaluate(self, leaves, plan)
+        if plan.levels and not isinstance(out, jax.Array):
+            check_no_sparse(self.fun, out)
+        return out
 
     def in_one_piece(self, plan: Plan) -> Any:
         """Evaluate a map that has no loop."""

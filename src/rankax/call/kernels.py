@@ -35,8 +35,8 @@ from rankax.core.base.messages import (
 )
 from rankax.core.base.trees import (
     Items,
+    check_outputs,
     check_returned,
-    check_stored,
     is_sparse,
     leaves_with_names,
     refusal_of_sparse,
@@ -435,7 +435,7 @@ class KernelCall(Call):
         # The kernel must not change an array of the caller in place.
         arrays = [jnp.asarray(x) if rank and isinstance(x, np.ndarray) else x for x, rank in pairs]
         out = super().evaluate(arrays, plan)
-        check = check_stored if plan.levels else check_returned
+        check = check_outputs if plan.levels else check_returned
         check(self.fun, out)
         return self._checked(out, plan)
 
@@ -567,26 +567,10 @@ def _warn_of_pairs(call: KernelCall) -> None:
         return
 
 
-def _rank_promotion() -> str:
-    return jax.config.jax_numpy_rank_promotion  # pyright: ignore
-
-
 def check_promotion(call: KernelCall) -> None:
-    """Refuse, or warn of, batch axes of different numbers, if ``jax_numpy_rank_promotion`` does.
-
-    An array without batch axes is one item, as a scalar is one number; and names say which batch
-    axes meet.
-    """
-    mode = _rank_promotion()
-    if mode == "allow" or call.structure.nodes or call.kernel.preset.batch_shape is not None:
-        return
-    leaves = zip(call.paths, map(np.shape, call.leaves), call.structure.ranks, strict=True)
-    found = {
-        f"{path} {shape}": count
-        for path, shape, rank in leaves
-        if rank is not None and (count := len(shape) - rank.rank - len(rank.batch)) > 0
-    }
-    if len({*found.values()}) < 2:
+    """Refuse, or warn of, batch axes of different numbers, if ``jax_numpy_rank_promotion`` does."""
+    mode = jax.config.jax_numpy_rank_promotion  # pyright: ignore
+    if mode == "allow" or len({*(found := _numbers_of_axes(call)).values()}) < 2:
         return
     least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
     text = (
@@ -597,6 +581,22 @@ def check_promotion(call: KernelCall) -> None:
     if mode == "raise":
         raise BatchShapeError(text)
     warnings.warn(text, stacklevel=caller_level())
+
+
+def _numbers_of_axes(call: KernelCall) -> dict[str, int]:
+    """Return how many batch axes each array has that are matched by their order.
+
+    An array without batch axes is one item, as a scalar is one number; names, ``batch_shape`` and
+    ragged items say themselves which batch axes meet.
+    """
+    if call.structure.nodes or call.kernel.preset.batch_shape is not None:
+        return {}
+    leaves = zip(call.paths, map(np.shape, call.leaves), call.structure.ranks, strict=True)
+    return {
+        f"{path} {shape}": count
+        for path, shape, rank in leaves
+        if rank is not None and (count := len(shape) - rank.rank - len(rank.batch)) > 0
+    }
 
 
 def refuse_nodes(call: KernelCall) -> KernelCall:

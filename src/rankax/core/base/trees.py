@@ -210,17 +210,15 @@ def check_outputs(fun: Callable[..., Any], out: Any) -> None:
             )
 
 
-def check_stored(fun: Callable[..., Any], out: Any) -> None:
-    """Refuse outputs of a kernel that cannot be stored or folded for a batch."""
-    check_outputs(fun, out)
-    if not any(map(is_sparse, jax.tree.leaves(out, is_leaf=is_sparse))):
-        return
-    named = leaves_with_names(out, "output", stops=is_sparse)
-    path, node = next((path, node) for path, node in named if is_sparse(node))
-    raise TypeError(
-        f"{function_location(fun)} returned a sparse matrix ({type(node).__name__}) at {path}, and "
-        f"only jax.vmap can make a batch of them; return its arrays, such as {path}.data"
-    )
+def check_no_sparse(fun: Callable[..., Any], out: Any) -> None:
+    """Refuse an output that is a sparse matrix, of which only `jax.vmap` makes a batch."""
+    for path, node in leaves_with_names(out, "output", stops=is_sparse):
+        if is_sparse(node):
+            raise TypeError(
+                f"{function_location(fun)} returned a sparse matrix ({type(node).__name__}) at "
+                f"{path}, and only jax.vmap can make a batch of them; return its arrays, such as "
+                f"{path}.data"
+            )
 
 
 def _is_value(leaf: Any) -> bool:

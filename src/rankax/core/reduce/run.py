@@ -33,7 +33,7 @@ from rankax.core.base.arrays import gated_if_small, has_tangent, index_dtype, to
 from rankax.core.base.messages import function_location, listed, plural, traced_as
 from rankax.core.base.trees import (
     TooDeepError,
-    check_stored,
+    check_outputs,
     leaves_with_names,
     subtrees_with_entries,
 )
@@ -163,7 +163,7 @@ def trace_reduced(
     @traced_as(fun)
     def lifted(*items: Any) -> Any:
         out = fun(*items)
-        check_stored(fun, out)
+        check_outputs(fun, out)
         return _by_reduction(site, out, reductions, masks)
 
     item = trace_item(lifted, lambda *items: (items, {}), avals, 0)

@@ -32,7 +32,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax.core.base.arrays import is_staged, scalar
 from rankax.core.base.messages import function_location, listed, table, traced_as
-from rankax.core.base.trees import check_outputs, check_stored, leaves_with_names, spread_prefix
+from rankax.core.base.trees import check_outputs, leaves_with_names, spread_prefix
 
 # From an equation as a function, the equation, what it reads, and its values, to its results.
 Step = Callable[[Callable[..., list[Any]], Any, list[Any], list[Any]], list[Any]]
@@ -303,7 +303,6 @@ def trace_item(
     def on_leaves(*leaves: Any) -> list[Any]:
         args, kwargs = inputs(*leaves)
         out = fun(*args, **kwargs)
-        check_stored(fun, out)
         axes = checked_output_axes(fun, out, out_axes)
         outs, tree = jax.tree.flatten(out)
         found.append((tree, [name for name, _ in leaves_with_names(out, "output")], axes))
