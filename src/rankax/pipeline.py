@@ -161,7 +161,8 @@ def traced(call: Call, options: Options, place: Placement) -> Traced:
         item = call.trace(whole, options.reduce)
     item = fused.with_literals(item) if options.fused else item
     inputs = [x.shape for x in item.closed.in_avals] + [x.shape for x in item.closed.consts]
-    if not isinstance(sum(itertools.chain(whole.batch_shape, *inputs)), int):  # in `jax.export`
+    lengths: Any = sum(itertools.chain(whole.batch_shape, *inputs))
+    if not isinstance(lengths, int):  # one is unknown, as in `jax.export`
         options = options.replace(hoist=False, xla_cpu=False)
     layout = place.layout(whole, item)
     part = whole.part(layout.shapes()[-1]) if layout else whole
