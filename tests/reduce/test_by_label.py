@@ -109,6 +109,67 @@ def test_random_cases(start):
         check_case(seed)
 
 
+def gradient_by_loop(of, labels, values, slopes):
+    """The gradient of the products of results and slopes, added up, from one bin after another."""
+    found, flat = np.zeros_like(values), labels.astype(int)
+    for label in range(len(jax.tree.leaves(slopes)[0])):
+        at = flat == label
+        x, count = values[at], max(at.sum(), 1)
+        if isinstance(of, Moments):
+            off = x - x.mean(axis=0, keepdims=True)
+            found[at] = (slopes.mean[label] + 2 * off * slopes.variance[label]) / count
+        elif of in ("max", "min"):
+            best = getattr(np, f"arg{of}")(x, axis=0, keepdims=True) if len(x) else 0
+            is_best = np.arange(len(x)).reshape(-1, *(1 for _ in x.shape[1:])) == best
+            found[at] = slopes[label] * is_best
+        else:
+            share = {"sum": 1, "mean": 1 / count}.get(of)
+            if of == "logsumexp":
+                share = np.exp(x) / np.exp(x).sum(axis=0, keepdims=True)
+            found[at] = slopes[label] * share
+    return found
+
+
+def check_gradient(seed):
+    of, labels, values, length, size = random_case(seed)
+    kind = values.dtype if values.dtype.kind in "fc" else np.dtype("float32")
+    values, rng = values.astype(kind), np.random.default_rng(seed)
+    with jax.enable_x64(labels.dtype.itemsize == 8):
+        call = chunked_reduce(lambda *item: item, ByLabel(0, length, of), chunk_size=size)
+        like = jax.eval_shape(call, labels, values)[1]
+        slopes = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(kind), like)
+
+        def loss(values):
+            pairs = zip(*map(jax.tree.leaves, (call(labels, values)[1], slopes)), strict=True)
+            return sum(jnp.sum(jnp.real(c * x.astype(kind))) for x, c in pairs)
+
+        found = jax.jit(jax.grad(loss))(values)
+    assert found.dtype == kind
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        exact = values.astype(np.result_type(kind, float))
+        expected = gradient_by_loop(of, labels, exact, slopes)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4, err_msg=str((seed, of, size)))
+
+
+@pytest.mark.parametrize("start", [0, *map(weekly, range(7, 200, 7))])
+def test_gradients_of_random_cases(start):
+    for seed in range(start, start + 7):
+        if OF[seed % len(OF)] != "count":
+            check_gradient(seed)
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_labels_of_no_bin_send_nothing_back(size):
+    labels, x = jnp.array([0, 0, 1, -1, 9, 9]), jnp.linspace(1.0, 2.0, 6)
+
+    def spread(x):
+        call = chunked_reduce(lambda *item: item, ByLabel(0, 4, Moments()), chunk_size=size)
+        return jnp.sum(call(labels, x)[1].variance)  # NaN: two bins have no item
+
+    np.testing.assert_allclose(jax.grad(spread)(x), [-0.1, 0.1, 0, 0, 0, 0], atol=1e-6)
+
+
 # Derivatives, against those of `jax.ops` on what is stored.
 
 X = jnp.asarray(np.random.default_rng(1).normal(size=(23, 3)), jnp.float32)
@@ -457,6 +518,19 @@ def test_a_step_scatters_once():
     assert count("count") == 1
     assert count("sum") == count("max") == 2  # values
     assert count("mean") == 3
+    assert count("logsumexp") == 4  # the largest and the sum of each value
+
+
+@pytest.mark.optimized
+def test_a_scatter_of_vectors_copies_no_bins():
+    def item(label, x):
+        return {"bin": label, "x": x}
+
+    call = chunked_reduce(item, ByLabel("bin", 30_000), chunk_size=8)
+    shapes = jax.ShapeDtypeStruct((800,), jnp.int32), jax.ShapeDtypeStruct((800, 3), jnp.float32)
+    text = jax.jit(call).lower(*shapes).compile().as_text()
+    assert "scatter" in text
+    assert not re.search(r"= f32\[[\d,]*30000\S* (copy|transpose)\(", text)
 
 
 def test_long_sums_do_not_drift():

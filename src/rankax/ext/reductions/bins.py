@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT
 """The states of sums by label, and of extremes and moments: one for each label.
 
-An accumulator has a state in each slot, and merges states slot by slot. Here, its slots are the
-bins. So only a step differs: a tile is scattered into the bins of its labels, by one or a few
-scatters that touch no other bin. A label that is no bin's is dropped by the scatter.
+A state of bins is that of an accumulator, with an axis of bins in front of each array, so that the
+numbers of a bin lie together: XLA would copy all bins at each scatter along another axis. Bins are
+merged as the accumulator merges, one by one. So only a step differs: a tile is scattered into the
+bins of its labels, by one or a few scatters that touch no other bin. A label that is no bin's is
+dropped by the scatter.
 """
 
 import dataclasses
@@ -30,17 +32,19 @@ _SCATTERS: dict[Any, str] = {lax.add: "add", lax.max: "max", lax.min: "min"}
 
 @dataclasses.dataclass(frozen=True)
 class InBins(Accumulator):
-    """An accumulator in each of ``length`` bins. Its state has one slot, and the bins before it.
+    """An accumulator in each of ``length`` bins. Its state has one slot, and the bins in front.
 
     It takes the labels of an item, and a value for each of them. Labels have any shape; the shape
     of the values begins with it.
     """
 
-    own: InSlots  # whose slots are the bins
+    own: InSlots  # of a bin
     length: int
     labels: int = 1  # how many an item has
 
     core = ()
+    # Whether a tile by itself takes fewer scatters than one that is added to a state.
+    is_simpler_alone = False
 
     @property
     def may_repeat(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -56,17 +60,22 @@ class InBins(Accumulator):
         return self.length * math.prod(self.own.core)
 
     def start(self, slots: int) -> State:
-        return _with_slot(self.own.start(self.length))
+        return self._in_each(self.own.start(1))
 
     def begin(self, slots: int) -> Any:
-        return _with_slot(self.own.begin(self.length))
+        return self._in_each(self.own.begin(1))
+
+    def _in_each(self, state: State) -> State:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.length, *x.shape)), state)
 
     def nothing(self) -> None:
         return None
 
     def step(self, state: State, tile: Any, index: Any, counts: Any = None) -> State:
-        if self.drifts and self._numbers <= _MOST_EACH:
-            return self.merge(state, self.lift(tile, counts))
+        is_simpler = self.is_simpler_alone and self.length <= tile[0].size
+        if is_simpler or (self.drifts and self._numbers <= _MOST_EACH):
+            # Without a barrier, XLA would scatter the tile into the state, and round as often.
+            return self.merge(state, lax.optimization_barrier(self.lift(tile, counts)))
         return self._scattered(state, tile, index, counts)
 
     def lift(self, tile: Any, counts: Any = None) -> State:
@@ -77,42 +86,36 @@ class InBins(Accumulator):
         if counts is not None:
             counts = lax.expand_dims(counts, range(labels.ndim - 1))
             labels = jnp.where(counts, labels, self.length)
-        rank = labels.ndim - 1
-        # Labels and items become one axis, the last.
-        flat = [
-            lax.collapse(jnp.moveaxis(x, range(rank), range(-1 - rank, -1)), x.ndim - 1 - rank)
-            for x in values
-        ]
-        at = lax.collapse(labels, 0)
-        own = jax.tree.map(lambda x: lax.squeeze(x, (x.ndim - 1,)), state)
-        return _with_slot(self.scattered(own, at, flat, index))
+        rank = labels.ndim
+        # Labels and items become one axis, the first. Bins keep their slot, and values get one: to
+        # drop that of the bins, XLA would copy them.
+        first = (lax.collapse(jnp.moveaxis(x, -1, rank - 1), 0, rank) for x in values)
+        flat = [lax.expand_dims(x, (x.ndim,)) for x in first]
+        return self.scattered(state, lax.collapse(labels, 0), flat, index)
 
     def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
-        """Add values, on the last axis, to the states of their bins, on the last axis, too."""
+        """Add values to the states of their bins, both on the first axis.
+
+        ``index`` is None if no bin has any yet.
+        """
         raise NotImplementedError
 
-    # The other axes do not matter to what is done slot by slot.
-
     def merge(self, first: State, second: State) -> State:
-        return self.own.merge(first, second)
+        return jax.vmap(self.own.merge)(first, second)
 
     def join(self, state: State) -> State:
-        return self.own.join(state)
+        return jax.vmap(self.own.join)(state)
 
     def add(self, held: Any, state: State) -> Any:
-        return self.own.add(held, state)
+        return jax.vmap(self.own.add)(held, state)
 
     def total(self, held: Any) -> State:
-        return self.own.total(held)
-
-
-def _with_slot(state: State) -> State:
-    return jax.tree.map(lambda x: lax.expand_dims(x, (x.ndim,)), state)
+        return jax.vmap(self.own.total)(held)
 
 
 def _scatter(x: jax.Array, at: jax.Array, values: Any, how: str = "add") -> jax.Array:
-    """Return ``x`` with values scattered along its last axis; those outside of it are dropped."""
-    scatter = getattr(x.at[..., at], how)
+    """Return ``x`` with values scattered along its first axis; those outside of it are dropped."""
+    scatter = getattr(x.at[at], how)
     return scatter(values, mode="drop", wrap_negative_indices=False)
 
 
@@ -131,8 +134,8 @@ def constant(x: Any) -> Callable[[], Any]:
 
 
 def gather(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Return the values of bins along the last axis; those outside of it are arbitrary."""
-    return x.at[..., at].get(mode="clip", wrap_negative_indices=False)
+    """Return the values of bins along the first axis; those outside of it are arbitrary."""
+    return x.at[at].get(mode="clip", wrap_negative_indices=False)
 
 
 class Scattered(InBins):
@@ -155,14 +158,15 @@ class LogSumExpInBins(InBins):
     """The largest real part, and the sum of exponentials relative to it."""
 
     own: LogSumExpOf
+    is_simpler_alone = True
 
     def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
         largest, total = state
         x, scaled = self.own.lift(values[0])
         before, largest = gather(largest, at), _scatter(largest, at, x, "max")
         top = gather(largest, at)
-        # Items of the same bin write the same number.
-        total = _scatter(total, at, gather(total, at) * self.own.ratio(before, top), "set")
+        if index is not None:  # items of the same bin write the same number
+            total = _scatter(total, at, gather(total, at) * self.own.ratio(before, top), "set")
         return largest, _scatter(total, at, scaled * self.own.ratio(x, top))
 
 
@@ -175,13 +179,20 @@ class MomentsInBins(InBins):
         count, mean, squares = state
         x = values[0].astype(mean.dtype)
         # A bin without items begins at one of them, whichever, so that no large numbers cancel.
-        is_first = self.own.like_items(gather(count, at), x) == 0
+        is_first = _like_items(gather(count, at), x) == 0
         mean = _scatter(mean, at, jnp.where(is_first, x, gather(mean, at)), "set")
         count = _scatter(count, at, scalar(1, count.dtype))
         off = x - finite(gather(mean, at))
-        mean = _scatter(mean, at, off / self.own.like_items(gather(count, at), x))
+        # At least 1, or else the derivative of an item of no bin would be 0/0.
+        number = jnp.maximum(_like_items(gather(count, at), x), 1)
+        mean = _scatter(mean, at, off / number)
         left = x - gather(mean, at)
         return count, mean, _scatter(squares, at, jnp.real(off * jnp.conj(left)))
+
+
+def _like_items(numbers: Any, items: Any) -> Any:
+    """Give numbers, one for each item, the rank and the dtype of the items."""
+    return lax.expand_dims(numbers, range(1, items.ndim - 1)).astype(items.dtype)
 
 
 class ArgInBins(InBins):
@@ -200,6 +211,7 @@ class ArgInBins(InBins):
         first = index * index.dtype.type(self.labels)
         each = lax.broadcasted_iota(index.dtype, (self.labels, index.size), 0)
         number = lax.collapse(lax.expand_dims(first, (0,)) + each, 0)
+        number = _like_items(lax.expand_dims(number, (1,)), found)
         is_best = ~self.own.wins(after, x)
         return best, _scatter(found, at, jnp.where(is_best, number, none), "min")
 

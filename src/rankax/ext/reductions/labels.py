@@ -18,7 +18,8 @@ from rankax.core.plan.schedule import Chunks, Level
 from rankax.core.reduce.extrema import Arg, worst_value
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
 from rankax.core.reduce.row import Accumulation, Elementwise, Finding, Request, Row, alone
-from rankax.ext.reductions.bins import CountInBins, constant, in_bins
+from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.ext.reductions.bins import CountInBins, constant, gather, in_bins
 from rankax.ext.reductions.sums import LogSumExp, Mean, Moments, Sum
 from rankax.ext.reductions.top import if_found
 from rankax.ext.reductions.unused import unless_unused
@@ -149,17 +150,30 @@ class _Labelled(Reduction):
         # Of a row of outputs, an item is itself.
         own = outputs._replace(positions=tuple(range(len(outs))), mask=None)
         level = Level(Chunks(row.size, row.size, 1), (0,) * len(outs), is_loop=False, reduced=True)
-        row = dataclasses.replace(
-            row,
-            item=lambda *outs: list(outs),
-            leaves=tuple(outs),
-            levels=(level,),
-            count_of_outputs=len(outs),
-        )
-        if row.back and row.size:
-            state = row.found_together(self.differentiable(own, row))
+
+        def row_of(outs: Sequence[Any]) -> Row:
+            return dataclasses.replace(
+                row,
+                item=lambda *outs: list(outs),
+                leaves=tuple(outs),
+                levels=(level,),
+                count_of_outputs=len(outs),
+            )
+
+        def folded(outs: Sequence[Any]) -> list[Any]:
+            return row_of(outs).fold(self.accumulations(own, row.size))
+
+        def differentiated(outs: Sequence[Any]) -> list[Any]:
+            whole = row_of(outs)
+            return whole.found_together(self.differentiable(own, whole))
+
+        if row.size and row.back:
+            state = differentiated(outs)
+        elif row.size and isinstance(self.kind, (Max, Min)):
+            # JAX would divide a cotangent among equal items.
+            state = call_with_derivative_of(differentiated, folded, outs, key=self)
         else:
-            state = row.fold(self.accumulations(own, row.size))
+            state = folded(outs)
         return self.finish_state(own, state, row.size)
 
     def finish_state(self, outputs: Outputs, state: Any, size: Any) -> Any:
@@ -172,7 +186,7 @@ class _Labelled(Reduction):
             def of_bin(own: Any, count: Any = None) -> Any:
                 return kind.result(own, aval, count)
 
-            return jax.vmap(of_bin, (-2, 0)[: 1 + len(counts)])(own, *counts)
+            return jax.vmap(of_bin)(own, *counts)
 
         return [result(aval, own) for (_, aval), own in zip(parts.values, states, strict=True)]
 
@@ -219,14 +233,14 @@ class _Labelled(Reduction):
     def _shifted(self, parts: _LabelledOutputs, position: int, bins: jax.Array) -> Value:
         """Return a function of the outputs of an item: a value less the number of its bin.
 
-        ``bins`` has the bins on the axis before the last, as a state has. A value whose label is no
-        bin's is 0, so that no function of it has an infinite derivative.
+        ``bins`` has a slot, as a state has. A value whose label is no bin's is 0, so that no
+        function of it has an infinite derivative.
         """
-        numbers = constant(jnp.moveaxis(bins[..., 0], -1, 0))
+        numbers = constant(bins[..., 0])
 
         def shifted(outs: list[jax.Array]) -> jax.Array:
             labels = outs[parts.position]
-            own = numbers().at[labels].get(mode="clip", wrap_negative_indices=False)
+            own = gather(numbers(), labels)
             is_in = (labels >= 0) & (labels < self.length)
             is_in = lax.expand_dims(is_in, range(labels.ndim, own.ndim))
             off = outs[position].astype(own.dtype) - own
@@ -271,7 +285,8 @@ class _Labelled(Reduction):
         real = jnp.finfo(dtype).dtype
         summing = self._folding(parts, position, _sum_of(aval, dtype))
         total, count = yield Request([summing, counting], is_constant=True)
-        share = lax.expand_dims(1 / jnp.maximum(count, 1).astype(real), range(len(aval.shape)))
+        share = 1 / jnp.maximum(count, 1).astype(real)
+        share = lax.expand_dims(share, range(1, 1 + len(aval.shape)))
         # The distances from any constant give mean and variance, as in `Moments`.
         center = total * share.astype(dtype)
         center = jnp.where(jnp.isfinite(center), center, jnp.zeros_like(center))
@@ -305,7 +320,7 @@ class _Labelled(Reduction):
             at = index % each * index.dtype.type(aval.size) + number.astype(index.dtype)
             return lax.dynamic_index_in_dim(jnp.ravel(out), at, keepdims=False)
 
-        numbers = jnp.repeat(counted(aval.size, jnp.int32), self.length)
+        numbers = jnp.tile(counted(aval.size, jnp.int32), self.length)
         picked = jnp.reshape(jax.vmap(pick)(jnp.ravel(index), numbers), index.shape)
         picked = if_found(index, picked, worst_value(aval.dtype, largest=largest))
         return lax.expand_dims(picked, (picked.ndim,))
@@ -352,9 +367,11 @@ class ByLabel(_Labelled):
     Notes
     -----
     *Cost.* Each tile is scattered into the bins: one scatter for ``"sum"``, ``"max"``, ``"min"``
-    and ``"count"``, two for ``"mean"``, three to five for the others. Memory is that of a tile and
-    of the bins, for any number of items. Up to 2048 numbers in all bins, long sums hold what
-    rounding took. On a GPU, atomic additions come in any order, so the last digits can vary.
+    and ``"count"``, two for ``"mean"``, whose counts are integers, because those of float32 end at
+    2**24. ``"logsumexp"`` takes two if a tile has as many labels as there are bins, else three, and
+    ``Moments()`` five. Memory is that of a tile and of the bins, for any number of items. Up to
+    2048 numbers in all bins, long sums hold what rounding took. On a GPU, atomic additions come in
+    any order, so the last digits can vary.
 
     *Derivatives.* Those of a sum or mean gather from the bins. ``"logsumexp"`` and ``Moments`` take
     a second pass. ``"max"`` and ``"min"`` find the winners, the first among equals, and evaluate
