@@ -11,7 +11,7 @@ import pytest
 import rankax
 from helpers import refusal
 from rankax import SplitKey, auto_vmap
-from rankax.reductions import TopK
+from rankax.reductions import ByLabel, TopK
 
 X = jnp.ones((4, 3))
 needs_warp = pytest.mark.skipif(
@@ -82,12 +82,17 @@ def looked_up(x):
     return x[jnp.argmax(x)]
 
 
+def labelled(x):
+    return (x[0] > 0).astype(int), x[1]
+
+
 def complex_numbers(x):
     return jnp.real(jnp.sum(jnp.exp(1j * x.astype(jnp.complex64))))
 
 
 REFUSED = {
     "an operation": (spread, (X,), {}, r"because of sort \(.*test_fused_option.py:\d+.*\)"),
+    "labels": (labelled, (X,), {"reduce": ByLabel(0, 5)}, r"scatter-add \(.*its index is comp"),
     "a reduction": (total, (X,), {"reduce": TopK(2)}, "a reduction whose state takes more than"),
     "a key": (counted, (X, jax.random.key(0)), {"key": SplitKey}, "an item that depends on its"),
     "what is kept": (kept, (X,), {"reduce": ("sum", None)}, "an output that is kept whole"),
@@ -116,6 +121,15 @@ def test_a_plan_says_that_a_call_is_fused():
     kernel = auto_vmap(1, reduce="sum", fused=True)(total)
     assert "fused: one kernel, which stores nothing for an item" in str(kernel.plan(X))
     assert "fused" not in str(kernel.with_options(fused=False).plan(X))
+
+
+@needs_warp
+@pytest.mark.parametrize(("reduce", "is_walked"), [("sum", False), ("prod", True), ("gram", True)])
+def test_a_plan_says_that_a_derivative_is_not(reduce, is_walked):
+    plan = str(auto_vmap(1, reduce=reduce, fused=True)(total).plan(X))
+    assert "fused: one kernel" in plan
+    words = "its derivative goes by loops, because of the states that it stores"
+    assert (words in plan) == is_walked
 
 
 @needs_warp

@@ -106,6 +106,35 @@ def test_a_reduction_equals_that_of_loops(fun, reduce):
         assert_close(jax.jit(gradient(fused))(*ARGS), jax.jit(gradient(plain))(*ARGS))
 
 
+def test_an_argument_says_which_items_count():
+    kernel = auto_vmap(x=1, y=1, w=0, ok=0, reduce="sum", reduce_axis=1, where="ok")
+    plain = kernel(lambda x, y, w, ok: gauss(x, y, w))
+    fused, args = plain.with_options(fused=True), (X, Y, W, W > 0)
+    assert_close(jax.jit(fused)(*args), jax.jit(plain)(*args))
+    got, want = (jax.jit(jax.grad(loss(call), (0, 1, 2)))(*args) for call in (fused, plain))
+    assert_close(got, want)
+    assert kernels_of(fused, *args) == 1
+
+
+def test_batch_axes_with_names():
+    named = auto_vmap(x="i | 3", y="j | 3", w="j |", reduce="sum", over="j", fused=True)(gauss)
+    _, plain = both()
+    args = X[:, 0], Y, W
+    assert_close(jax.jit(named)(*args), jax.jit(plain)(*ARGS))
+    assert kernels_of(named, *args) == 1
+    assert_close(jax.jit(gradient(named))(*args)[1:], jax.jit(gradient(plain))(*ARGS)[1:])
+
+
+def test_an_eager_gradient_is_compiled_once(unchecked, monkeypatch):
+    fused, _ = both()
+    written, kernel_of = [], fold.kernel_of
+    monkeypatch.setattr(fold, "kernel_of", lambda *args: written.append(1) or kernel_of(*args))
+    for is_first in (True, False, False):
+        written.clear()
+        gradient(fused)(*ARGS)
+        assert bool(written) == is_first
+
+
 def test_any_and_all():
     options = {"reduce": {"a": "any", "b": "all", "c": "sum"}}
     fun = lambda x, y, w: {"a": w > 2, "b": x[0] > -9, "c": (y[0] > 0).astype(jnp.int32)}  # noqa: E731

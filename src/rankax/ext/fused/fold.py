@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -69,12 +70,7 @@ class FusedFold:
     @functools.cached_property
     def kernel(self) -> Source:
         """The text of the kernel; raises `Refused`."""
-        return kernel_of(self.item, self.groups, self.on, self.steps)
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The lengths of the axes that are kept."""
-        return tuple([n for n, gone in zip(self.sizes, self.reduced, strict=True) if not gone])
+        return kernel_of(self.item, self.groups, self.steps)
 
     @functools.cached_property
     def states(self) -> Any:
@@ -84,32 +80,18 @@ class FusedFold:
     @functools.cached_property
     def avals(self) -> list[Any]:
         """The types of the results."""
+        kept = tuple([n for n, gone in zip(self.sizes, self.reduced, strict=True) if not gone])
         leaves = jax.tree.leaves(self.states)
-        return [
-            jax.ShapeDtypeStruct(self.kept + (x.shape[:-1] if self.is_sum else x.shape), x.dtype)
-            for x in leaves
-        ]
-
-    def mapped(self, size: int, on: Sequence[bool]) -> FusedFold:
-        """Return the same for one more axis, in front, which some operands have."""
-        pairs = zip(on, self.on, strict=True)
-        axes = tuple([(own, *others) for own, others in pairs])
-        sizes, reduced = (size, *self.sizes), (False, *self.reduced)
-        return dataclasses.replace(self, sizes=sizes, reduced=reduced, on=axes)
+        return [jax.ShapeDtypeStruct(kept + x.shape, x.dtype) for x in leaves]
 
 
 def sums_of(
     item: ClosedJaxpr, like: FusedFold, reduced: Sequence[bool], on: Sequence[Any]
 ) -> FusedFold:
     """Return the sums of all outputs of an item over some axes of another fold."""
-    steps = [sum_of(i, aval) for i, aval in enumerate(item.out_avals)]
-    return FusedFold(item, like.sizes, tuple(reduced), tuple(on), tuple(steps), is_sum=True)
-
-
-def sum_of(position: int, aval: Any) -> Accumulation:
-    """Return the sum of an output."""
-    adds = Elementwise(aval.shape, wide(aval.dtype), 0, lax.add, jnp.sum)
-    return Accumulation(position, adds)
+    each = [Elementwise(x.shape, wide(x.dtype), 0, lax.add, jnp.sum) for x in item.out_avals]
+    steps = tuple(itertools.starmap(Accumulation, enumerate(each)))
+    return FusedFold(item, like.sizes, tuple(reduced), tuple(on), steps, is_sum=True)
 
 
 def evaluated(fold: FusedFold, operands: Sequence[Any]) -> list[Any]:
@@ -120,7 +102,6 @@ def evaluated(fold: FusedFold, operands: Sequence[Any]) -> list[Any]:
 def _run(*operands: Any, fold: FusedFold) -> list[Any]:
     if 0 in fold.sizes:
         starts = jax.tree.leaves([step.start(1) for step in fold.steps])
-        starts = [x[..., 0] if fold.is_sum else x for x in starts]
         return [jnp.broadcast_to(x, v.shape) for x, v in zip(starts, fold.avals, strict=True)]
     try:
         return _launched(fold, operands)
@@ -143,9 +124,8 @@ def _launched(fold: FusedFold, operands: Sequence[Any]) -> list[Any]:
     triples = zip(flat, shapes, dtypes, strict=True)
     states = tree.unflatten([jnp.reshape(x, own).astype(dtype) for x, own, dtype in triples])
     merged = jax.vmap(functools.partial(_merged, fold.steps), 1)(states)
-    found = jax.tree.leaves(merged)
-    found = [x[..., 0] if fold.is_sum else x for x in found]
-    return [jnp.reshape(x, aval.shape) for x, aval in zip(found, fold.avals, strict=True)]
+    pairs = zip(jax.tree.leaves(merged), fold.avals, strict=True)
+    return [jnp.reshape(x, aval.shape) for x, aval in pairs]
 
 
 def _merged(steps: Sequence[Accumulation], states: Any) -> Any:
@@ -157,35 +137,25 @@ def _merged(steps: Sequence[Accumulation], states: Any) -> Any:
 
 def _by_rows(fold: FusedFold, operands: Sequence[Any]) -> list[Any]:
     """Evaluate sums without a kernel, row by row."""
-    order = sorted(range(len(fold.sizes)), key=lambda axis: fold.reduced[axis])
-    fun = functools.partial(evaluate, fold.item.jaxpr, fold.item.consts)
-    arrays: list[Any] = []
-    for x, own in zip(operands, fold.on, strict=True):
-        places = [axis for axis, has in enumerate(own) if has]
-        moved = [places.index(axis) for axis in order if own[axis]]
-        arrays.append(jnp.transpose(x, (*moved, *range(len(moved), x.ndim))))
-    for axis in reversed(order):
-        along = _summed if fold.reduced[axis] else _one_by_one
-        fun = along(fun, [own[axis] for own in fold.on], fold.sizes[axis])
-    outs = fun(*arrays)
-    return [x.astype(aval.dtype) for x, aval in zip(outs, fold.avals, strict=True)]
 
+    def over(axes: Sequence[int], *args: Any) -> list[Any]:
+        if not axes:
+            return evaluate(fold.item.jaxpr, fold.item.consts, *args)
+        first, *rest = axes
+        places = [sum(own[x] for x in axes if x < first) if own[first] else None for own in fold.on]
+        fun = functools.partial(over, rest)
+        if fold.reduced[first]:
+            outs = jax.vmap(fun, places, axis_size=fold.sizes[first])(*args)
+            return [jnp.sum(x.astype(wide(x.dtype)), axis=0) for x in outs]
 
-def _summed(fun: Any, has: Sequence[bool], size: int) -> Any:
-    mapped = jax.vmap(fun, [0 if own else None for own in has], axis_size=size)
-    return lambda *args: [jnp.sum(x.astype(wide(x.dtype)), axis=0) for x in mapped(*args)]
+        def one(i: Any) -> list[Any]:
+            pairs = zip(args, places, strict=True)
+            return fun(*(x if at is None else jnp.take(x, i, at) for x, at in pairs))
 
+        return lax.map(one, jnp.arange(fold.sizes[first]))
 
-def _one_by_one(fun: Any, has: Sequence[bool], size: int) -> Any:
-    def along(*args: Any) -> list[Any]:
-        def one(row: Sequence[Any]) -> list[Any]:
-            rest = iter(row[1:])
-            return fun(*(next(rest) if own else x for x, own in zip(args, has, strict=True)))
-
-        stacked = [x for x, own in zip(args, has, strict=True) if own]
-        return lax.map(one, [jnp.arange(size), *stacked])
-
-    return along
+    outs = over(sorted(range(len(fold.sizes)), key=lambda axis: fold.reduced[axis]), *operands)
+    return [x[..., None].astype(aval.dtype) for x, aval in zip(outs, fold.avals, strict=True)]
 
 
 # The rules of the primitive.
@@ -205,7 +175,9 @@ def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, fold: Fused
         return evaluated(fold, args), [None] * len(fold.avals)
     pairs = zip(args, dims, strict=True)
     arrays = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
-    outs = evaluated(fold.mapped(axis.size, [dim is not None for dim in dims]), arrays)
+    on = tuple([(dim is not None, *own) for dim, own in zip(dims, fold.on, strict=True)])
+    sizes, reduced = (axis.size, *fold.sizes), (False, *fold.reduced)
+    outs = evaluated(dataclasses.replace(fold, sizes=sizes, reduced=reduced, on=on), arrays)
     return outs, [0] * len(outs)
 
 
@@ -239,7 +211,7 @@ def _pushed(primals: Sequence[Any], tangents: Sequence[Any], *, fold: FusedFold)
 def _transposed(cotangents: Sequence[Any], *args: Any, fold: FusedFold) -> list[Any]:
     unknown = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(args)) if i not in unknown]
-    cts = [ad.instantiate_zeros(ct) for ct in cotangents]
+    cts = [ad.instantiate_zeros(ct)[..., 0] for ct in cotangents]
     avals = [_shape(aval) for aval in fold.item.in_avals]
     rows = tuple([not gone for gone in fold.reduced])
     results: list[Any] = [None] * len(args)
@@ -262,7 +234,7 @@ def _transposed(cotangents: Sequence[Any], *args: Any, fold: FusedFold) -> list[
         own = sums_of(item, fold, [not has for has in axes], on)
         found = evaluated(own, [*(args[i] for i in known), *cts])
         for i, x in zip(mine, found, strict=True):
-            results[i] = x.astype(args[i].aval.dtype)
+            results[i] = x[..., 0].astype(args[i].aval.dtype)
     return results
 
 

@@ -12,6 +12,7 @@ merged by the caller.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,10 +25,9 @@ from rankax.core.base.arrays import index_dtype
 from rankax.core.loop.loop import Tile, TileSlots, steps_of
 from rankax.core.loop.shared import MOST_PLAIN
 from rankax.core.reduce.row import Accumulation
-from rankax.ext.fused.scalars import Lines, Refused, Translation, named, type_of
+from rankax.ext.fused.scalars import MOST_NUMBERS, Lines, Refused, Translation, named, type_of
 
 _BLOCK = 32  # items that are folded without what rounding takes
-_MOST_NUMBERS = 256  # of an argument of one item, or of a state
 MOST_INDEX = 2**31 - 64  # an index in a kernel has 32 bits, and goes a block beyond the last item
 _THREADS, _LEAST_ITEMS = 2**17, 64  # wanted, and items of each at least
 
@@ -66,9 +66,9 @@ auto rankax_divf = [](float x, float y) {
 class AxisGroup(NamedTuple):
     """Adjacent axes that all operands have alike, as one."""
 
-    axes: tuple[int, ...]
     size: int
     reduced: bool
+    on: tuple[bool, ...]  # which operands have them
     name: str  # of the index
 
 
@@ -87,29 +87,27 @@ def groups_of(sizes: Sequence[int], reduced: Sequence[bool], on: Sequence[Any]) 
     for axis, size in enumerate(sizes):
         if size == 1:
             continue
-        alike = (reduced[axis], *(own[axis] for own in on))
-        last = found[-1] if found else None
-        is_alike = last and alike == (last.reduced, *(own[last.axes[0]] for own in on))
-        if last and is_alike and last.size * size <= MOST_INDEX:
-            found[-1] = AxisGroup((*last.axes, axis), last.size * size, last.reduced, last.name)
-            continue
-        found.append(AxisGroup((axis,), size, reduced[axis], f"i{len(found)}"))
+        group = AxisGroup(size, reduced[axis], tuple([own[axis] for own in on]), f"i{len(found)}")
+        last = found[-1] if found else group._replace(size=MOST_INDEX)
+        is_alike = (last.reduced, last.on) == (group.reduced, group.on)
+        if is_alike and last.size * size <= MOST_INDEX:
+            found[-1] = last._replace(size=last.size * size)
+        else:
+            found.append(group)
     return found
 
 
 def parts_of(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
     """Return how many rows there are, how many parts of each, and how long a part is."""
     rows = math.prod(group.size for group in groups if not group.reduced)
-    loops = [group.size for group in groups if group.reduced]
-    if not loops:
-        return rows, 1, 1
+    loops = [group.size for group in groups if group.reduced] or [1]
     wanted = min(_THREADS // max(rows, 1), math.prod(loops) // _LEAST_ITEMS, loops[0])
     length = -(-loops[0] // max(1, wanted))
     return rows, -(-loops[0] // length), length
 
 
 def kernel_of(
-    item: ClosedJaxpr, groups: Sequence[AxisGroup], on: Sequence[Any], steps: Sequence[Accumulation]
+    item: ClosedJaxpr, groups: Sequence[AxisGroup], steps: Sequence[Accumulation]
 ) -> Source:
     """Write the kernel.
 
@@ -118,8 +116,6 @@ def kernel_of(
     item : ClosedJaxpr
         From one item of each operand to what the steps take.
     groups : sequence of AxisGroup
-    on : sequence of tuple of bool
-        For each operand, which axes it has.
     steps : sequence of Accumulation
         What is folded; outputs have one slot.
 
@@ -130,7 +126,7 @@ def kernel_of(
     """
     loops = [group for group in groups if group.reduced]
     lines, depth = Lines("t"), len(loops)
-    loads, args = _loads(item, groups, on, lines)
+    loads, args = _loads(item, groups, lines)
     outs = Translation(lines).program(item, args)
     state = _StateCode(steps, item.out_avals, index_dtype(math.prod(loop.size for loop in loops)))
     held, of_group = state.held, state.of_group
@@ -140,50 +136,42 @@ def kernel_of(
     except Refused as error:
         raise Refused(f"a reduction whose state takes more than arithmetic ({error})") from None
     ends, values = _translated("z", state.totals, held)
-    out = _Variables("o", state.ends)
+    results = jax.tree.leaves(state.ends)
     writes = [
-        f"O{k}.data[tid*{aval.size}+{c}] = {name};"
-        for k, (aval, array) in enumerate(zip(out.avals, out.arrays, strict=True))
-        for c, name in enumerate(array.ravel())
+        f"O{k}.data[tid*{aval.size}+{c}] = {text};"
+        for k, (aval, x) in enumerate(zip(results, values, strict=True))
+        for c, text in enumerate(named(x, aval.dtype).ravel())
     ]
-    block = [
-        *_code(of_group.defined, _translated("f", state.fresh, held)),
-        *_loop(
-            loops,
-            loads.get(depth, []) if loops else [],
-            [
-                f"const {type_of(state.dtype)} at = {_flat_index(loops, type_of(state.dtype))};",
-                *lines.at(depth),
-                *of_group.assigned(moved),
-            ],
-        ),
-        *_code(held.assigned, _translated("w", state.joined, held, of_group)),
-    ]
-    before = [*loads.get(0, []), *(lines.at(0) if loops else [])]
+    index = type_of(state.dtype)
+    flat = functools.reduce(lambda at, x: f"({at}*n{x.name}+{x.name})", loops, f"({index})0")
+    block = (
+        _code(of_group.defined, _translated("f", state.fresh, held)),
+        [f"const {index} at = {flat};", *lines.lines[depth], *of_group.assigned(moved)],
+        _code(held.assigned, _translated("w", state.joined, held, of_group)),
+    )
+    before = [*loads.get(0, []), *(lines.lines[0] if loops else [])]
     body = [
         *(_MACROS, _places(groups), *before, *_code(held.defined, _translated("b", state.start))),
-        *_around(loops, loads, lines, block),
-        *(*ends, *out.defined(values), *writes),
+        *_nested(loops, loads, lines, block),
+        *(*ends, *writes),
     ]
     numbers = (*(f"n{group.name}" for group in groups), "rows", "len")
     types = tuple([type_of(aval.dtype) for aval in item.in_avals])
-    return Source("\n".join(body), types, numbers, tuple([type_of(x.dtype) for x in out.avals]))
+    return Source("\n".join(body), types, numbers, tuple([type_of(x.dtype) for x in results]))
 
 
-def _loads(
-    item: ClosedJaxpr, groups: Sequence[AxisGroup], on: Sequence[Any], lines: Lines
-) -> tuple[dict[int, list[str]], list[Any]]:
+def _loads(item: ClosedJaxpr, groups: Sequence[AxisGroup], lines: Lines) -> tuple[Any, list[Any]]:
     """Return the lines that read operands, by depth, and the names of what they read."""
     loops = [group for group in groups if group.reduced]
     loads: dict[int, list[str]] = {}
     args: list[Any] = []
-    for k, (aval, own) in enumerate(zip(item.in_avals, on, strict=True)):
-        if aval.size > _MOST_NUMBERS:
+    for k, aval in enumerate(item.in_avals):
+        if aval.size > MOST_NUMBERS:
             raise Refused(f"an argument with {aval.size} numbers for each item")
-        depth = max((i for i, loop in enumerate(loops, 1) if own[loop.axes[0]]), default=0)
+        depth = max((i for i, loop in enumerate(loops, 1) if loop.on[k]), default=0)
         offset, stride = [], str(aval.size)
         for group in reversed(groups):
-            if own[group.axes[0]]:
+            if group.on[k]:
                 offset.append(f"{group.name}*{stride}")
                 stride = f"n{group.name}*{stride}"
         names = [f"a{k}_{c}" for c in range(aval.size)]
@@ -204,42 +192,27 @@ def _places(groups: Sequence[AxisGroup]) -> str:
     return "\n".join(text)
 
 
-def _flat_index(loops: Sequence[AxisGroup], type_: str) -> str:
-    text = f"({type_})0"
-    for loop in loops:
-        text = f"({text}*n{loop.name}+{loop.name})"
-    return text
-
-
-def _bounds(loops: Sequence[AxisGroup], depth: int) -> tuple[str, str]:
-    """Return where the index of a loop begins and ends; that of the outermost one, in a part."""
-    return ("part*len", "end") if depth == 1 else ("0", f"n{loops[depth - 1].name}")
-
-
-def _loop(loops: Sequence[AxisGroup], loads: Sequence[str], body: Sequence[str]) -> list[str]:
-    """Return the innermost loop, over one block."""
+def _nested(loops: Sequence[AxisGroup], loads: Any, lines: Lines, block: Any) -> list[str]:
+    """Return the loops around a block: what stands before, in and after its loop over items."""
+    before, item, after = block
     if not loops:
-        return [*loads, *body]
-    i = loops[-1].name
-    return ["#pragma unroll 4", f"for (int {i} = b; {i} < e; ++{i}) {{", *loads, *body, "}"]
-
-
-def _around(
-    loops: Sequence[AxisGroup], loads: Any, lines: Lines, block: Sequence[str]
-) -> list[str]:
-    """Return the loops around a block of the innermost one."""
-    if not loops:
-        return [*block]
+        return [*before, *item, *after]
+    # The index of the outermost loop begins and ends in a part.
     n = f"n{loops[0].name}"
     text = [f"const int end = {n}-part*len > len ? part*len+len : {n};"]
-    for depth, loop in enumerate(loops[:-1], 1):
-        (first, last), i = _bounds(loops, depth), loop.name
-        text.append(f"for (int {i} = {first}; {i} < {last}; ++{i}) {{")
-        text += [*loads.get(depth, []), *lines.at(depth)]
-    first, last = _bounds(loops, len(loops))
-    text.append(f"for (int b = {first}; b < {last}; b += {_BLOCK}) {{")
-    text.append(f"const int e = b+{_BLOCK} < {last} ? b+{_BLOCK} : {last};")
-    return [*text, *block, *["}"] * len(loops)]
+    first, last = "part*len", "end"
+    for depth, loop in enumerate(loops, 1):
+        i = loop.name
+        if depth < len(loops):
+            text.append(f"for (int {i} = {first}; {i} < {last}; ++{i}) {{")
+            text += [*loads.get(depth, []), *lines.lines[depth]]
+            first, last = "0", f"n{loops[depth].name}"
+            continue
+        text.append(f"for (int b = {first}; b < {last}; b += {_BLOCK}) {{")
+        text += [f"const int e = b+{_BLOCK} < {last} ? b+{_BLOCK} : {last};", *before]
+        text += ["#pragma unroll 4", f"for (int {i} = b; {i} < e; ++{i}) {{"]
+        text += [*loads.get(depth, []), *item, "}", *after]
+    return [*text, *["}"] * len(loops)]
 
 
 class _Variables:
@@ -252,7 +225,7 @@ class _Variables:
             for k, aval in enumerate(self.avals)
         ]
         self.names = [name for array in self.arrays for name in array.ravel()]
-        if len(self.names) > _MOST_NUMBERS:
+        if len(self.names) > MOST_NUMBERS:
             raise Refused(f"a state of {len(self.names)} numbers")
 
     def _with(self, values: Sequence[Any]) -> list[tuple[str, str, str]]:
@@ -316,7 +289,7 @@ def _translated(prefix: str, fun: Callable[..., Any], *args: _Variables) -> Any:
     )
     lines = Lines(prefix)
     values = Translation(lines).program(closed, [x for own in args for x in own.arrays])
-    return lines.at(0), values
+    return lines.lines[0], values
 
 
 def _code(write: Callable[[Any], list[str]], translated: Any) -> list[str]:

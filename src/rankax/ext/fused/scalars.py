@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from rankax.core.trace.programs import evaluate, name_and_params, only
 
 MOST_LINES = 2048  # of one item; larger programs take minutes to compile, and spill
-_MOST_MOVED = 256  # numbers that an operation moves by a matrix of zeros and ones
+MOST_NUMBERS = 256  # of an argument of one item, of a state, or moved by an operation
 
 
 class Refused(Exception):  # noqa: N818  # an error only with `fused=True`
@@ -68,27 +69,20 @@ class Lines:
     innermost loop of what it reads. Equal lines are written once.
     """
 
-    def __init__(self, prefix: str, depth: dict[str, int] | None = None) -> None:
-        self.prefix, self.depth = prefix, dict(depth or {})
-        self.lines: dict[int, list[str]] = {}
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self.depth = prefix, dict[str, int]()
+        self.lines = defaultdict[int, list[str]](list)
         self.names: dict[tuple[str, str], str] = {}
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def let(self, type_: str, text: str, inputs: Iterable[str]) -> str:
         """Return the name of a number, given by an expression of ``inputs``."""
         if (name := self.names.get((type_, text))) is None:
-            if len(self) >= MOST_LINES:
+            if len(self.names) >= MOST_LINES:
                 raise Refused(f"more than {MOST_LINES} operations")
-            name = self.names[type_, text] = f"{self.prefix}{len(self)}"
+            name = self.names[type_, text] = f"{self.prefix}{len(self.names)}"
             self.depth[name] = at = max((self.depth.get(x, 0) for x in inputs), default=0)
-            self.lines.setdefault(at, []).append(f"const {type_} {name} = {text};")
+            self.lines[at].append(f"const {type_} {name} = {text};")
         return name
-
-    def at(self, depth: int) -> list[str]:
-        """Return the lines of one loop."""
-        return self.lines.get(depth, [])
 
 
 def literal(value: Any, type_: str) -> str:
@@ -96,10 +90,9 @@ def literal(value: Any, type_: str) -> str:
     if type_ == "bool":
         return "true" if value else "false"
     if type_ not in ("float", "double"):
-        # The least number has no literal: its minus is an operator.
+        # A minus is an operator, before a number that may be too large.
         suffix = "LL" if type_ == "long long" else ""
-        is_least = int(value) in (-(2**31), -(2**63))
-        return f"({int(value) + 1}{suffix}-1)" if is_least else f"{int(value)}{suffix}"
+        return f"(~{~int(value)}{suffix})" if value < 0 else f"{int(value)}{suffix}"
     number = float(value)
     if not math.isfinite(number):
         text = "NAN" if number != number else "INFINITY" if number > 0 else "(-INFINITY)"
@@ -240,7 +233,7 @@ class Translation:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(var: Any) -> Any:
-            return np.asarray(var.val, _aval(var).dtype) if isinstance(var, Literal) else env[var]
+            return np.asarray(var.val, var.aval.dtype) if isinstance(var, Literal) else env[var]
 
         for eqn in _needed(jaxpr):
             ins = list(map(read, eqn.invars))
@@ -248,8 +241,8 @@ class Translation:
                 outs = self._equation(eqn, jaxpr, ins)
             except Refused as error:
                 raise error.of(eqn) from None
-            pairs = zip(eqn.outvars, outs, strict=True)
-            env.update((v, _array(x).reshape(_aval(v).shape)) for v, x in pairs)
+            pairs: Any = zip(eqn.outvars, outs, strict=True)
+            env.update((v, _array(x).reshape(v.aval.shape)) for v, x in pairs)
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: Any, jaxpr: Jaxpr, ins: list[Any]) -> Sequence[Any]:
@@ -271,7 +264,7 @@ class Translation:
         if name == "rankax_add":
             return self._added_exactly(eqn, ins)
         if name in _LINEAR:
-            return [self._linear(eqn, ins)]
+            return self._linear(eqn, ins)
         return [self._numbers(name, params, eqn, ins)]
 
     def _numbers(self, name: str, params: Any, eqn: Any, ins: list[Any]) -> Any:
@@ -304,10 +297,8 @@ class Translation:
 
         def number(*own: str) -> str:
             own = tuple(sorted(own)) if text in _COMMUTE else own
-            if text.startswith("rankax_div"):
-                cube = self._cube_of_root(type_, *own)
-                return cube or let(type_, text.format(*own), own)
-            return let(type_, text.format(*own), own)
+            cube = self._cube_of_root(type_, *own) if text.startswith("rankax_div") else None
+            return cube or let(type_, text.format(*own), own)
 
         return np.asarray(np.frompyfunc(number, len(names), 1)(*names), object)
 
@@ -324,8 +315,6 @@ class Translation:
 
     def _select_n(self, _: Any, out: Any, dtypes: Sequence[Any], ins: Sequence[Any]) -> Any:
         which, *cases = ins
-        if is_known(which) and which.ndim == cases[0].ndim:
-            return np.choose(which.astype(int), [named(x, out.dtype) for x in cases])
         return self._choice(which, dtypes[0], cases, out)
 
     def _choice(self, which: Any, dtype: Any, cases: Sequence[Any], out: Any) -> Any:
@@ -342,7 +331,7 @@ class Translation:
 
     def _bitcast_convert_type(self, _: Any, out: Any, dtypes: Sequence[Any], ins: Any) -> Any:
         old, new = type_of(dtypes[0]), type_of(out.dtype)
-        if {old, new} not in _SAME_BITS or dtypes[0].itemsize != out.dtype.itemsize:
+        if old == new or dtypes[0].itemsize != out.dtype.itemsize:
             raise Refused(f"from {old} to {new}")
         return self.numbers(f"rankax_bits({{0}}, ({new})0)", out.dtype, dtypes, ins)
 
@@ -369,8 +358,8 @@ class Translation:
         """Return an array reduced along some axes, one number after another."""
         axes = tuple(axes)
         kept = tuple([n for i, n in enumerate(array.shape) if i not in axes])
-        moved = np.moveaxis(named(array, dtype), axes, range(len(axes)))
-        rows = [np.asarray(row, object) for row in moved.reshape(-1, *kept)]
+        moved = np.moveaxis(named(array, dtype), axes, range(len(axes))).reshape(-1, *kept)
+        rows = [np.asarray(row, object) for row in moved]
         if not rows:
             raise Refused("it reduces no numbers")
         return functools.reduce(lambda a, b: self.each(name, dtype, [dtype] * 2, [a, b]), rows)
@@ -388,30 +377,26 @@ class Translation:
         products = self.each("mul", out.dtype, [out.dtype] * 2, [a, b])
         return self._folded("add", (3,), out.dtype, products)
 
-    def _linear(self, eqn: Any, ins: Sequence[Any]) -> Any:
+    def _linear(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """Return sums of numbers that an operation, given its indices, moves and adds up."""
-        out: Any = eqn.outvars[0].aval
-        moving = [i for i, v in enumerate(eqn.invars) if v.aval.dtype == out.dtype and i < 3]
-        if eqn.primitive.name in _AT_INDICES:
-            moving = moving[: 1 + (eqn.primitive.name not in ("gather", "dynamic_slice"))]
-            if eqn.primitive.name.startswith("scatter"):
-                moving = [0, 2]
+        name, outs = eqn.primitive.name, [v.aval for v in eqn.outvars]
+        dtype, sizes = outs[0].dtype, [out.size for out in outs]
+        moving = _MOVING.get(name, [*range(len(ins))])
         if not all(is_known(x) for i, x in enumerate(ins) if i not in moving):
             raise Refused("its index is computed")
-        if sum(ins[i].size for i in moving) > _MOST_MOVED or out.size > _MOST_MOVED:
+        whole = np.concatenate([named(ins[i], dtype).ravel() for i in moving])
+        if max(whole.size, sum(sizes)) > MOST_NUMBERS:
             raise Refused("an array of so many numbers")
-        names = [named(ins[i], out.dtype) for i in moving]
-        whole = np.concatenate([x.ravel() for x in names])
         matrix = _matrix(eqn, ins, moving)
         if not np.isin(matrix, (0, 1)).all():
             raise Refused("it reads outside of an array")
-        found = np.empty(out.size, object)
-        add = functools.partial(self.each, "add", out.dtype, [out.dtype] * 2)
+        found = np.empty(len(matrix), object)
+        add = functools.partial(self.each, "add", dtype, [dtype] * 2)
         for i, row in enumerate(matrix):
             own = [np.asarray(x, object) for x in whole[row == 1]]
-            zero = np.asarray(literal(0, type_of(out.dtype)), object)
+            zero = np.asarray(literal(0, type_of(dtype)), object)
             found[i] = functools.reduce(lambda a, b: add([a, b]), own or [zero]).item()
-        return found
+        return np.split(found, np.cumsum(sizes)[:-1])
 
     def _branches(self, eqn: Any, branches: Sequence[Any], ins: Sequence[Any]) -> list[Any]:
         which, *operands = ins
@@ -435,10 +420,6 @@ class Translation:
         taken = of("({0}-{1})", after, total)
         error = of("(({0}-({1}-{2}))+({3}-{2}))", total, after, taken, x)
         return [after, of("({0}=={0}?{0}:0)", error)]
-
-
-def _aval(var: Any) -> Any:
-    return var.aval
 
 
 def _array(x: Any) -> Any:
@@ -471,13 +452,12 @@ def _simplified(name: str, ins: Sequence[Any]) -> Any:
 
 
 _OWN = ("select_n", "convert_element_type", "bitcast_convert_type", "integer_pow", "round")
-_SAME_BITS = ({"float", "int"}, {"float", "unsigned"}, {"double", "long long"})
 _MOVES = _table("""
-    broadcast_in_dim reshape squeeze expand_dims transpose rev slice pad split iota tile: {0}
-    concatenate stack unstack: {0}
+    broadcast_in_dim reshape squeeze expand_dims transpose slice concatenate: {0}
 """)
-_AT_INDICES = {"gather", "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add"}
-_LINEAR = _AT_INDICES | {"cumsum"}
+_MOVING = {"gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1]}
+_MOVING |= {"scatter": [0, 2], "scatter-add": [0, 2]}  # others move all arguments
+_LINEAR = {*_MOVING, "cumsum", "rev", "pad", "split", "tile", "stack", "unstack"}
 _FOLDS = _table("""
     reduce_sum: add
     reduce_prod: mul
@@ -491,14 +471,10 @@ _FOLDS = _table("""
 def _moved(name: str, params: Any, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
     """Return an operation that only moves numbers."""
     out: Any = eqn.outvars[0].aval
-    if name in ("concatenate", "stack", "pad") and not all(map(is_known, ins)):
+    if not all(map(is_known, ins)):
         ins = [named(x, out.dtype) for x in ins]
-    x: Any = ins[0] if ins else None
+    x = ins[0]
     match name:
-        case "iota":
-            along = np.arange(out.shape[params["dimension"]])
-            shape = [n if i == params["dimension"] else 1 for i, n in enumerate(out.shape)]
-            x = np.broadcast_to(along.reshape(shape), out.shape).astype(out.dtype)
         case "broadcast_in_dim":
             shape = [1] * len(out.shape)
             for i, at in enumerate(params["broadcast_dimensions"]):
@@ -506,47 +482,20 @@ def _moved(name: str, params: Any, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
             x = np.broadcast_to(x.reshape(shape), out.shape)
         case "transpose":
             x = x.transpose(params["permutation"])
-        case "rev":
-            x = np.flip(x, params["dimensions"])
         case "slice":
             strides = params["strides"] or [1] * x.ndim
             triples = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
             x = x[tuple([slice(*own) for own in triples])]
         case "concatenate":
             x = np.concatenate(ins, params["dimension"])
-        case "stack":
-            x = np.stack(ins, params["axis"])
-        case "unstack":
-            return list(np.moveaxis(x, params["axis"], 0))
-        case "tile":
-            x = np.tile(x, params["reps"])
-        case "split":
-            ends = np.cumsum(params["sizes"])[:-1]
-            return np.split(x, ends, params["axis"])
-        case "pad":
-            x = _padded(params["padding_config"], *ins)
         case _:  # a reshape
             x = x.reshape(out.shape)
     return [x]
 
 
-def _padded(config: Any, x: Any, fill: Any) -> Any:
-    """Return an array with others between and around its numbers, or without some of them."""
-    for axis, (low, high, inside) in enumerate(config):
-        size = x.shape[axis] + max(0, x.shape[axis] - 1) * inside
-        shape = [*x.shape]
-        shape[axis] = size + max(low, 0) + max(high, 0)
-        wide = np.full(shape, fill.item(), x.dtype)
-        front = (slice(None),) * axis
-        wide[(*front, slice(max(low, 0), max(low, 0) + size, inside + 1))] = x
-        x = wide[(*front, slice(max(-low, 0), shape[axis] - max(-high, 0)))]
-    return x
-
-
 def _constants(eqn: JaxprEqn, jaxpr: Jaxpr, ins: Sequence[Any]) -> list[Any]:
     """Return an operation on numbers that are all known."""
-    pairs = zip(eqn.invars, ins, strict=True)
-    values = {v: x for v, x in pairs if not isinstance(v, Literal)}
+    values = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
     with jax.ensure_compile_time_eval():
         outs = evaluate(only(eqn, jaxpr, [*values]), (), *map(jnp.asarray, values.values()))
         return list(map(np.asarray, outs))
@@ -560,7 +509,8 @@ def _matrix(eqn: JaxprEqn, ins: Sequence[Any], moving: Sequence[int]) -> Any:
         parts = jnp.split(numbers, np.cumsum(sizes)[:-1])
         given = {i: jnp.reshape(x, ins[i].shape) for i, x in zip(moving, parts, strict=True)}
         values = [given.get(i, x) for i, x in enumerate(ins)]
-        return jnp.ravel(eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params))
+        outs = eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params)
+        return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(outs)])
 
     with jax.ensure_compile_time_eval():
         return np.asarray(jax.vmap(fun, out_axes=1)(jnp.eye(sum(sizes), dtype=jnp.float32)))

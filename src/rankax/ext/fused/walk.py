@@ -58,37 +58,29 @@ def with_literals(item: ItemProgram) -> ItemProgram:
     inlined = [_is_index(x) for x in closed.consts]
     if not any(inlined):
         return item
-    others = [x for x, own in zip(closed.consts, inlined, strict=True) if not own]
-    known = [np.asarray(x) if own else None for x, own in zip(closed.consts, inlined, strict=True)]
+    pairs = list(zip(closed.consts, inlined, strict=True))
+    others = [x for x, own in pairs if not own]
 
-    def program(*args: Any) -> list[Any]:
-        rest = iter(args)
-        consts = [next(rest) if x is None else _spelled_out(x) for x in known]
-        return evaluate(closed.jaxpr, consts, *rest)
+    def program(consts: Sequence[Any], *args: Any) -> list[Any]:
+        rest = iter(consts)
+        whole = [_spelled_out(x) if own else next(rest) for x, own in pairs]
+        return evaluate(closed.jaxpr, whole, *args)
 
-    whole = jax.make_jaxpr(program)(*map(jax.typeof, others), *closed.in_avals)
-    count = len(others)
-    jaxpr = whole.jaxpr
-    jaxpr = with_variables(
-        jaxpr, jaxpr.invars[count:], jaxpr.outvars, constvars=jaxpr.invars[:count]
-    )
+    jaxpr, count = jax.make_jaxpr(program)(others, *closed.in_avals).jaxpr, len(others)
+    constants, inputs = jaxpr.invars[:count], jaxpr.invars[count:]
+    jaxpr = with_variables(jaxpr, inputs, jaxpr.outvars, constvars=constants)
     return dataclasses.replace(item, closed=ClosedJaxpr(jaxpr, others))
 
 
 def _is_index(x: Any) -> bool:
-    if isinstance(x, core.Tracer) or jnp.size(x) > SMALL:
-        return False
-    return jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+    is_small = not isinstance(x, core.Tracer) and 0 < jnp.size(x) <= SMALL
+    return is_small and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
 
 
 def _spelled_out(x: Any) -> jax.Array:
     """Return an array made of literals."""
-    numbers = [lax.full((1,), number, x.dtype) for number in x.ravel()]
-    return (
-        lax.reshape(lax.concatenate(numbers, 0), x.shape)
-        if numbers
-        else jnp.zeros(x.shape, x.dtype)
-    )
+    numbers = [lax.full((1,), number, x.dtype) for number in np.ravel(x)]
+    return lax.reshape(lax.concatenate(numbers, 0), x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +100,14 @@ class FusedNest(Nest):
             return dataclasses.replace(self, before=None).walk(*self.before(item, leaves))
         if self.plan.is_empty:
             return super().walk(item, leaves)
-        forward, backward = self.passes_of(item)
+        forward, back, loops = self.passes_of(item)
+
+        def backward(*args: Any) -> list[Any]:
+            try:
+                return back(*args)
+            except Refused:
+                return loops(*args)
+
         args = list(item.closed.consts), list(map(jnp.asarray, leaves))
         assert self.reductions is not None
         key = None if self.reductions.are_ordered else self
@@ -124,27 +123,20 @@ class FusedNest(Nest):
                 ) from None
         return super().walk(item, leaves)
 
-    def passes_of(self, item: ItemProgram) -> tuple[Any, Any]:
-        """Return the walk that is evaluated, and the one that is differentiated.
+    def passes_of(self, item: ItemProgram) -> list[Any]:
+        """Return the kernel, the one that is differentiated, and the loops.
 
-        Both take the constants of the item and the leaves. They hold no array.
+        All take the constants of the item and the leaves. They hold no array.
         """
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
         bare = dataclasses.replace(item, closed=None)
 
-        def given(consts: Sequence[Any]) -> ItemProgram:
-            return dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, list(consts)))
+        def walked(nest_of: Any, consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+            own = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, list(consts)))
+            return Nest.walk(nest_of(), own, leaves)
 
-        def forward(consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-            return self.in_one_kernel(differentiable=False).walk(given(consts), leaves)
-
-        def backward(consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-            try:
-                return self.in_one_kernel(differentiable=True).walk(given(consts), leaves)
-            except Refused:
-                return Nest.walk(self, given(consts), leaves)
-
-        return forward, backward
+        kernels = [functools.partial(self.in_one_kernel, differentiable=x) for x in (False, True)]
+        return [functools.partial(walked, nest_of) for nest_of in (*kernels, lambda: self)]
 
     def in_one_kernel(self, *, differentiable: bool) -> Nest:
         """Return the nest that is one kernel; to walk it raises `Refused` if it cannot be."""
@@ -155,18 +147,13 @@ class FusedNest(Nest):
         arrays = [leaf.shape for leaf in plan.leaves if leaf.is_array]
         if max(map(math.prod, [kept, *arrays])) > MOST_INDEX:
             raise Refused("an array of 2**31 numbers or more")
-        nest = nest_of(
-            plan,
-            self.inputs,
-            reductions=self.reductions,
-            passes=self.passes,
-            differentiable=differentiable,
-        )
-        levels = [
+        levels = tuple(
             dataclasses.replace(level, walker=FUSER) if level.reduced else level
-            for level in nest.plan.levels
-        ]
-        return dataclasses.replace(nest, plan=dataclasses.replace(nest.plan, levels=tuple(levels)))
+            for level in plan.levels
+        )
+        plan = dataclasses.replace(plan, levels=levels)
+        settings = {"passes": self.passes, "differentiable": differentiable}
+        return nest_of(plan, self.inputs, reductions=self.reductions, **settings)
 
 
 class Fuser:
@@ -186,7 +173,7 @@ class Fuser:
             raise Refused("an item that depends on its place, as split keys and buckets do")
         is_sum, is_constant = all(map(_is_sum, steps)), not row.levels[0].differentiable
         if not is_constant and not (is_sum and linear):
-            raise Refused("a derivative that stores states")
+            raise Refused("the states that it stores")
         item, operands, on = _item_of(row, steps)
         if is_constant:
             operands = list(map(lax.stop_gradient, operands))
@@ -194,10 +181,7 @@ class Fuser:
         fold = FusedFold(item, sizes, (True,) * len(sizes), tuple(on), tuple(steps))
         fold = sums_of(item, fold, fold.reduced, on) if is_sum else fold
         _ = fold.kernel  # what cannot be written is refused here
-        states = evaluated(fold, operands)
-        if is_sum:
-            return [lax.expand_dims(x, (x.ndim,)) for x in states]
-        return jax.tree.structure(fold.states).unflatten(states)
+        return jax.tree.structure(fold.states).unflatten(evaluated(fold, operands))
 
 
 FUSER = Fuser()
@@ -240,9 +224,8 @@ def _of_one_type(jaxpr: Jaxpr, operands: Sequence[Any]) -> ClosedJaxpr:
     if len(set(map(varying_axes, operands))) < 2:
         return ClosedJaxpr(jaxpr, ())
     varying = carried_with(list(operands), operands)
-    types: list[Any] = [v.aval for v in jaxpr.invars]
-    pairs = zip(varying, types, strict=True)
-    avals = [with_shape(jax.typeof(x), own.shape) for x, own in pairs]
+    pairs: Any = zip(varying, jaxpr.invars, strict=True)
+    avals = [with_shape(jax.typeof(x), v.aval.shape) for x, v in pairs]
 
     def step(fun: Any, eqn: Any, _: Any, values: list[Any]) -> list[Any]:
         return values if eqn.primitive.name in ("pvary", "pcast") else fun(*values)
@@ -255,20 +238,27 @@ def _in_front(levels: Sequence[Level], i: int, leaf: Any) -> tuple[Any, tuple[bo
     axes = list(range(jnp.ndim(leaf)))
     places = [None if (axis := level.in_axes[i]) is None else axes.pop(axis) for level in levels]
     order = [*(place for place in places if place is not None), *axes]
-    leaf = leaf if order == sorted(order) else jnp.transpose(leaf, order)
-    return leaf, tuple([place is not None for place in places])
+    return jnp.transpose(leaf, order), tuple([place is not None for place in places])
 
 
 def notes(nest: Nest, item: ItemProgram) -> list[str]:
     """Say of a plan whether its call is one kernel, or why not."""
     if not isinstance(nest, FusedNest) or nest.plan.is_empty:
         return []
-    forward, _ = nest.passes_of(item)
     shapes = {leaf.position: leaf.shape for leaf in nest.plan.leaves}
     pairs = zip(nest.inputs, item.closed.in_avals, strict=False)
     leaves = [jax.ShapeDtypeStruct(shapes[i], aval.dtype) for i, aval in pairs]
+    args, (forward, back, _) = (list(item.closed.consts), leaves), nest.passes_of(item)
+    if reason := _reason(forward, *args):
+        return [f"not fused, {reason}"]
+    reason = _reason(lambda *args: jax.vjp(back, *args)[0], *args)
+    by_loops = reason and f"; its derivative goes by loops, {reason}"
+    return [f"fused: one kernel, which stores nothing for an item{by_loops}"]
+
+
+def _reason(fun: Any, *args: Any) -> str:
     try:
-        jax.eval_shape(functools.partial(forward, list(item.closed.consts)), leaves)
+        jax.eval_shape(fun, *args)
     except Refused as error:
-        return [f"not fused, because of {error}"]
-    return ["fused: one kernel, which stores nothing for an item"]
+        return f"because of {error}"
+    return ""
