@@ -509,6 +509,20 @@ def test_memory_is_that_of_bins_and_tiles(of, bins):
         assert one < 2**18 + 20 * 4 * bins
 
 
+@pytest.mark.optimized
+def test_a_plan_shows_the_memory_of_four_times_the_pairs():
+    reduce = Histogram(64, "sum", range=(0, 1.8), by="r")
+    kernel = auto_vmap(x=1, y=1, v=0, w=0, reduce=reduce, memory_limit="2 MB")(weighted)
+
+    def plan(n):
+        shapes = (n, 1, 3), (n, 3), (n, 1), (n,)
+        return kernel.plan(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+
+    few, many = plan(1000), plan(2000)
+    assert many.memory.gradient < few.memory.gradient + 1000 * 64  # copies of the points
+    assert f"gradient {many.memory.gradient / 1000:.1f} kB" in str(many)
+
+
 def test_a_step_scatters_once():
     def count(of):
         call = chunked_reduce(item, ByLabel("bin", LENGTH, of), chunk_size=4)

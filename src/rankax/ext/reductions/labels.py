@@ -366,6 +366,9 @@ class ByLabel(_Labelled):
 
     Notes
     -----
+    *An array of labels* is an argument of the kernel, which returns its item: ``lambda label, x:
+    {"bin": label, "x": x}``. So it broadcasts, and is cut, as every argument.
+
     *Cost.* Each tile is scattered into the bins: one scatter for ``"sum"``, ``"max"``, ``"min"``
     and ``"count"``, two for ``"mean"``, whose counts are integers, because those of float32 end at
     2**24. ``"logsumexp"`` takes two if a tile has as many labels as there are bins, else three, and
