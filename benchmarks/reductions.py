@@ -263,13 +263,20 @@ BINS = 10, 64, 1000, 100_000
 SHELLS, FAR = 64, 1.8  # bins of the distances of points in a cube of side 1
 
 
-def of_values(bins: int, rng: Any) -> tuple[dict[str, Callable[..., Any]], tuple[Any, ...]]:
+def of_values(
+    bins: int, rng: Any, core: tuple[int, ...] = (), *, gradient: bool = False
+) -> tuple[dict[str, Callable[..., Any]], tuple[Any, ...]]:
     reduced = chunked_reduce(lambda *item: item, ByLabel(0, bins), CHUNK)
-    values = rng.integers(0, bins, 10**6).astype(np.int32), rng.normal(size=10**6)
-    return {
+    values = rng.integers(0, bins, 10**6).astype(np.int32), rng.normal(size=(10**6, *core))
+    functions: dict[str, Callable[..., Any]] = {
         "rankax": lambda labels, x: reduced(labels, x)[1],
         "jax.ops.segment_sum": lambda labels, x: jax.ops.segment_sum(x, labels, bins),
-    }, values
+    }
+
+    def slope(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda labels, x: jnp.sum(fun(labels, x) ** 2), 1)
+
+    return {who: slope(fun) if gradient else fun for who, fun in functions.items()}, values
 
 
 def of_shells(count: int, rng: Any) -> tuple[dict[str, Callable[..., Any]], tuple[Any, ...]]:
@@ -314,9 +321,9 @@ def measure_labels(name: str, rounds: int, made: Any) -> list[str]:
         np.testing.assert_allclose(result, results["rankax"], rtol=1e-2, atol=1e-1)
     for turn in range(rounds):
         for who in random.Random(turn).sample(sorted(compiled), len(compiled)):
-            begin = time.perf_counter()
+            begin = time.process_time()
             jax.block_until_ready(compiled[who](*args))
-            times[who].append(time.perf_counter() - begin)
+            times[who].append(time.process_time() - begin)
     medians = {who: statistics.median(values) for who, values in times.items()}
     return [
         f"| {name} | {who} | {medians[who] * 1e3:.1f} | {medians[who] / medians['rankax']:.2f} | "
@@ -328,8 +335,9 @@ def measure_labels(name: str, rounds: int, made: Any) -> list[str]:
 LABELS_HEAD = """# Sums by label
 
 Written by `python -m tox -e bench -- benchmarks/reductions.py --labels`. {machine}, JAX {jax},
-{cores} cores. Medians of {rounds} rounds in turns; the ratio is to rankax. Pairs are those of
-10,000 points, each with a weight, in 64 bins of their distance.
+{cores} cores. Medians of the CPU time of {rounds} rounds in turns; the ratio is to rankax. Vectors
+have three numbers; a gradient is that of the sum of the squares of all bins. Pairs are those of
+10,000 points, or 20,000, each with a weight, in 64 bins of their distance.
 
 | task | contestant | ms | times rankax | temporaries, MB |
 |---|---|---|---|---|
@@ -341,7 +349,14 @@ def write_labels(rounds: int) -> None:
     lines = []
     for bins in BINS:
         lines += measure_labels(LABELLED.format(f"{bins:,}"), rounds, of_values(bins, rng))
+    for bins in BINS[2:]:
+        name = LABELLED.format(f"{bins:,}")
+        vectors, slopes = of_values(bins, rng, (3,)), of_values(bins, rng, gradient=True)
+        lines += measure_labels(name.replace("values", "vectors"), rounds, vectors)
+        lines += measure_labels(f"{name}, gradient", rounds, slopes)
     lines += measure_labels("1e8 pairs", rounds, of_shells(10_000, rng))
+    functions, args = of_shells(20_000, rng)
+    lines += measure_labels("4e8 pairs", 1, ({"rankax": functions["rankax"]}, args))
     print("\n".join(lines))
     head = LABELS_HEAD.format(**setting(), rounds=rounds)
     path = Path(__file__).parent / "results" / "labels.md"
