@@ -233,7 +233,7 @@ class Translation:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(var: Any) -> Any:
-            return np.asarray(var.val, var.aval.dtype) if isinstance(var, Literal) else env[var]
+            return np.asarray(var.val, var.aval.dtype) if hasattr(var, "val") else env[var]
 
         for eqn in _needed(jaxpr):
             ins = list(map(read, eqn.invars))
@@ -381,7 +381,7 @@ class Translation:
         """Return sums of numbers that an operation, given its indices, moves and adds up."""
         name, outs = eqn.primitive.name, [v.aval for v in eqn.outvars]
         dtype, sizes = outs[0].dtype, [out.size for out in outs]
-        moving = _MOVING.get(name, [*range(len(ins))])
+        moving = _moving.get(name, [*range(len(ins))])
         if not all(is_known(x) for i, x in enumerate(ins) if i not in moving):
             raise Refused("its index is computed")
         whole = np.concatenate([named(ins[i], dtype).ravel() for i in moving])
@@ -455,9 +455,9 @@ _OWN = ("select_n", "convert_element_type", "bitcast_convert_type", "integer_pow
 _MOVES = _table("""
     broadcast_in_dim reshape squeeze expand_dims transpose slice concatenate: {0}
 """)
-_MOVING = {"gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1]}
-_MOVING |= {"scatter": [0, 2], "scatter-add": [0, 2]}  # others move all arguments
-_LINEAR = {*_MOVING, "cumsum", "rev", "pad", "split", "tile", "stack", "unstack"}
+_moving = {"gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1]}
+_moving |= {"scatter": [0, 2], "scatter-add": [0, 2]}  # others move all arguments
+_LINEAR = {*_moving, "cumsum", "rev", "pad", "split", "tile", "stack", "unstack"}
 _FOLDS = _table("""
     reduce_sum: add
     reduce_prod: mul

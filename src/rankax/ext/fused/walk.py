@@ -152,7 +152,7 @@ class FusedNest(Nest):
             for level in plan.levels
         )
         plan = dataclasses.replace(plan, levels=levels)
-        settings = {"passes": self.passes, "differentiable": differentiable}
+        settings: dict[str, Any] = {"passes": self.passes, "differentiable": differentiable}
         return nest_of(plan, self.inputs, reductions=self.reductions, **settings)
 
 
