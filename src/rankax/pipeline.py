@@ -45,7 +45,7 @@ from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest, nest_of
 from rankax.ext import cpu_math, once
 from rankax.ext.batched import Batched
-from rankax.ext.devices.call import devices_of
+from rankax.ext.devices.call import devices_of, warn_of_hidden_shardings
 from rankax.ext.devices.place import sharded_like
 from rankax.ext.fused import walk as fused
 from rankax.ext.lanes import walker as lanes
@@ -81,9 +81,11 @@ def options_of(call: Call, options: Options) -> Options:
 
 def place_of(call: Call, options: Options) -> Placement:
     """Return where a call is evaluated: where its arrays are, or in parts, on several devices."""
-    if options.devices is None and not any(map(is_spread, call.leaves)):
-        return HERE
-    return devices_of(call, options) or HERE
+    is_alone = options.devices is None and not any(map(is_spread, call.leaves))
+    place = None if is_alone else devices_of(call, options)
+    if place is None and options.devices is None:
+        warn_of_hidden_shardings(call, options)
+    return place or HERE
 
 
 def prepared(call: Call, options: Options, place: Placement) -> tuple[Call, Options]:

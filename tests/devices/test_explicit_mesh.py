@@ -300,3 +300,19 @@ def test_a_custom_vjp_of_a_shared_array_is_a_limit(mesh):
         gradient(chunk_size=2)
     want = jax.jit(jax.grad(lambda w: jnp.sum(jax.vmap(dot, (None, 0))(w, jnp.asarray(X)))))(w)
     np.testing.assert_allclose(gradient(devices=False), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", [None, "sum"])
+@on("Auto", "Explicit")
+def test_a_shared_argument_that_the_kernel_broadcasts(mesh, reduce):
+    """`jax.vmap` in the kernel enters the mesh that the argument is on."""
+
+    def kernel(w, x):
+        return jnp.sum(jax.vmap(lambda x: jnp.tanh(x + w))(x * jnp.eye(3)))
+
+    w, x = jnp.arange(3.0), jnp.arange(48.0).reshape(16, 3)
+    want = jax.vmap(kernel, (None, 0))(w, x)
+    with jax.set_mesh(mesh):
+        mapped = auto_vmap(x=1, reduce=reduce, devices=P("d"), chunk_size=1)(kernel)
+        found = jax.jit(mapped)(w, put(mesh, x, "d"))
+    np.testing.assert_allclose(found, want if reduce is None else want.sum(), rtol=1e-5)

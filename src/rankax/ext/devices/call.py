@@ -6,16 +6,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from rankax._options import Options
+import jax
+from jax import core
+from jax.sharding import AxisType, PartitionSpec
+
+from rankax._options import AUTO, Options
 from rankax.call.base import Call
-from rankax.core.base.arrays import is_spread
+from rankax.core.base.arrays import is_spread, is_staged
+from rankax.core.base.messages import caller_level
 from rankax.core.plan.schedule import Plan
 from rankax.core.protocols import Layout, Placement
 from rankax.core.trace.programs import ItemProgram, has_order
-from rankax.ext.devices.mesh import Parts, inside
+from rankax.ext.devices.mesh import Parts, inside, is_inside
 from rankax.ext.devices.over_parts import SharedLayout
 from rankax.ext.devices.place import committed_elsewhere, find_parts, put
 
@@ -80,3 +86,37 @@ def devices_of(call: Call, options: Options) -> OnDevices | None:
         )
     parts = tuple(each for each in parts if each.axis in serves)
     return None if 0 in shape or not parts else OnDevices(parts)
+
+
+def notes(place: Placement, options: Options) -> list[str]:
+    """Say what a caller's own ``jit`` would hide of the shardings that a plan has found."""
+    if options.devices is not None or not isinstance(place, OnDevices):
+        return []
+    if any(AxisType.Explicit in parts.mesh.axis_types for parts in place.parts):
+        return []
+    names = {parts.axis: parts.names for parts in place.parts}
+    entries = map(names.get, range(max(names) + 1))
+    spec = PartitionSpec(*(own[0] if own and len(own) == 1 else own for own in entries))
+    return [f"inside a jax.jit of your own, which hides shardings: devices={spec}"]
+
+
+def warn_of_hidden_shardings(call: Call, options: Options) -> None:
+    """Warn if a caller's own ``jit`` may hide shardings, where a loop would gather the batch.
+
+    That can be known only where a mesh is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = [n for n, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[n] > 1]
+    is_traced = is_staged() and any(isinstance(x, core.Tracer) for x in call.leaves)
+    if not axes or not is_traced or is_inside() or AxisType.Manual in kinds.values():
+        return
+    is_loop = options.memory_limit is not None or not options.lockstep or options.chunk_size == AUTO
+    if is_loop or call.plan(options).has_loop:
+        warnings.warn(
+            f"{call.site}: inside jax.jit, rankax cannot see whether arguments are sharded over "
+            f"the axes {mesh.shape} of the mesh that is set; if the batch is, a loop sends all of "
+            f"it to all devices; pass devices={PartitionSpec(axes[0])} to share it, or "
+            "devices=False if it is not",
+            stacklevel=caller_level(),
+        )

@@ -112,6 +112,9 @@ _ONLY_MOVE = ("reshard", "sharding_constraint")
 
 def _unsharded(eqn: JaxprEqn) -> Any:
     shardings = {name: None for name, x in eqn.params.items() if isinstance(x, NamedSharding)}
+    # `jax.vmap` of a kernel enters the mesh of what the kernel closes over, to broadcast it.
+    with eqn.ctx.manager, _no_mesh():
+        eqn = eqn.replace(ctx=type(eqn.ctx)())
     return programs.with_params(eqn, **shardings) if shardings else eqn
 
 

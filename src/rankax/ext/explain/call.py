@@ -13,6 +13,7 @@ from rankax.core.plan.schedule import Plan
 from rankax.core.protocols import Placement
 from rankax.ext import cpu_math, once
 from rankax.ext.bucket import fill_up
+from rankax.ext.devices import call as devices
 from rankax.ext.explain.plan import BatchPlan, shown
 from rankax.ext.fused import walk as fused
 from rankax.ext.memory import choose as memory
@@ -88,6 +89,7 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
         notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
     notes += once.notes(call.apart.hoisted, plan) if call.apart else []
     notes += _notes_of_masks(call)
+    notes += devices.notes(call.place, options)
     return (*notes, *cpu_math.notes(options, jaxpr), *memory.notes(options, jaxpr, plan))
 
 
