@@ -15,6 +15,8 @@ import os
 import platform
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,9 +117,9 @@ def trends(space: Space) -> Iterator[tuple[str, dict[str, Run]]]:
 
 
 def wave(space: Space) -> Iterator[tuple[str, dict[str, Run]]]:
-    w, chains = space["chains_on_mesh"](hidden=40, samples=500)
+    w, chains = space["chains_on_mesh"](hidden=40, samples=1000)
     runs = {n: compiled(space[f"wave_by_{by}"], w, chains) for n, by in CONTESTANTS.items()}
-    yield "16 chains of 500 samples, 860 parameters", runs
+    yield "16 chains of 1000 samples, 860 parameters", runs
 
 
 SECTIONS = {
@@ -150,31 +152,38 @@ def row(words: str, runs: dict[str, Run], turns: int) -> str:
     return f"| {words} | {' | '.join(cells)} |"
 
 
+def measure(title: str, turns: int) -> None:
+    """Print the rows of one section."""
+    rows_of, names = SECTIONS[title]
+    if rows_of is wave:  # with several CPU devices, XLA runs small steps more slowly
+        jax.config.update("jax_num_cpu_devices", 2)
+    os.sched_setaffinity(0, {0})
+    code, space = sections(), dict[str, Any]()
+    for part in "", title:
+        exec(compile(code[part], str(PAGE), "exec"), space)
+    lines: list[int] = []
+    for by in CONTESTANTS.values():
+        own = [name.format(by) for name in names]
+        lines.append(lines_of(code[title], own + [OTHERS[n] for n in own if n in OTHERS]))
+    print(f"| **{title}**: lines | {' | '.join(map(str, lines))} |")
+    for words, runs in rows_of(space):
+        print(row(words, runs, turns))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", help="sections whose title has this; write nothing")
+    parser.add_argument("--only", help="one section, by its title; in this process")
     parser.add_argument("--turns", type=int, default=9)
     given = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 2)
-    os.sched_setaffinity(0, {0})
+    if given.only:
+        return measure(given.only, given.turns)
     table = [f"| | {' | '.join(CONTESTANTS)} |", "|---|---:|---:|---:|"]
-    space: Space = {}
-    for title, code in sections().items():
-        if given.only in title or not title:
-            exec(compile(code, str(PAGE), "exec"), space)
-        if not title or given.only not in title:
-            continue
-        rows_of, names = SECTIONS[title]
-        lines = []
-        for by in CONTESTANTS.values():
-            own = [name.format(by) for name in names]
-            lines.append(lines_of(code, own + [OTHERS[n] for n in own if n in OTHERS]))
-        table.append(f"| **{title}**: lines | {' | '.join(map(str, lines))} |")
-        print(table[-1], flush=True)
-        for words, runs in rows_of(space):
-            table.append(row(words, runs, given.turns))
-            print(table[-1], flush=True)
+    for title in SECTIONS:
+        command = [sys.executable, __file__, "--only", title, "--turns", str(given.turns)]
+        shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        table += [line for line in shown.splitlines() if line.startswith("|")]
+        print(shown, end="", flush=True)
     if given.write:
         head = HEAD.format(machine=platform.machine(), jax=jax.__version__, turns=given.turns)
         stamp.write(RESULTS, "\n".join([head, *table, "", "<!-- end -->"]))

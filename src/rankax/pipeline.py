@@ -50,7 +50,7 @@ from rankax.ext.devices.place import sharded_like
 from rankax.ext.fused import walk as fused
 from rankax.ext.lanes import walker as lanes
 from rankax.ext.memory import choose as memory
-from rankax.ext.progress import progress_of_call
+from rankax.ext.progress import naming_axes, progress_of_call
 
 
 def evaluate(call: Call, options: Options, place: Placement | None = None) -> Any:
@@ -335,7 +335,7 @@ def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program
         memory.warn_of_small_steps(own.item, fitted.plan)
     if observer is not None:
         is_shown = layout or fitted.plan.steps > 1
-        observer = observer.of_parts(layout.count) if is_shown else None
+        observer = naming_axes(observer.of_parts(layout.count), fitted.plan) if is_shown else None
     *others, shape = layout.shapes()
     alone, walks = own._replace(apart=None), dict[Any, Nest]()
     for other in others:  # one item along an axis

@@ -2,6 +2,8 @@
 """Maps over arrays that several devices share, against the same kernel on one."""
 
 import functools
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -328,3 +330,27 @@ def test_kernels_that_take_a_batch(mesh):
         assert N // mesh.size in lengths if size is None else max(lengths) <= 50
         lengths.clear()
         same(found, both(plain, np.asarray(x), w), atol=1e-4)
+
+
+@on("Auto")
+def test_shardings_that_a_jit_hides(mesh):
+    """A loop warns where a mesh is set; the plan of what is sharded says what to write."""
+    x, w, mapped = put(mesh, X, "d"), put(mesh, W), auto_vmap(x=1, w=2, chunk_size=7)(scalar)
+    devices = rf"devices={re.escape(str(P('d')))}"
+    assert re.search(rf"inside a jax.jit of your own, .*: {devices}\n", str(mapped.plan(x, w)))
+    assert "your own" not in str(mapped.with_options(devices="all").plan(X, W))
+    with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mapped(X, W)
+        mapped.with_options(jit=True)(x, w)
+        for quiet in ({"devices": P("d")}, {"devices": False}, {"chunk_size": None}):
+            jax.jit(mapped.with_options(**quiet))(x, w)
+        assert not caught
+        for loud in ({}, {"jit": True}):
+            jax.jit(mapped.with_options(**loud))(x, w)
+        jax.jit(chunked_reduce(jnp.sum, "sum", 7))(x)
+    assert len(caught) == 3
+    for found, site in zip(caught, ["scalar()"] * 2 + ["chunked_reduce(sum)"], strict=True):
+        words = rf"{re.escape(site)}: inside jax.jit, .* over 'd' of .* pass {devices} to share"
+        assert re.match(words, str(found.message)), found.message
+        assert found.filename == __file__

@@ -426,3 +426,17 @@ def test_a_bar_needs_tqdm(monkeypatch):
     with pytest.raises(ImportError, match=text):
         auto_vmap(1, 1, progress="energy")(project)
     auto_vmap(1, 1, progress=Heard())(project)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "unit"),
+    [("i |", "i"), ("i j |", "i j"), (0, "items")],
+    ids=["name", "merged", "unnamed"],
+)
+def test_a_bar_counts_by_the_name_of_the_axis(bars, heard, ranks, unit):
+    y = {"i |": "j |"}.get(ranks, ranks)
+    mapped = auto_vmap(x=ranks, y=y, chunk_size=3, progress=True)(lambda x, y: x * y)
+    x = X if ranks == "i j |" else X[:, 0]
+    mapped(x, x)
+    jax.effects_barrier()
+    assert [bar.unit for bar in bars] == [f" {unit}"]

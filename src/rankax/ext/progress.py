@@ -44,7 +44,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from rankax.core.base.arrays import is_staged
-from rankax.core.plan.schedule import is_known
+from rankax.core.plan.schedule import Plan, is_known
 from rankax.core.protocols import Observer
 
 Target = str | Callable[[int, int], object]
@@ -116,6 +116,8 @@ class Progress:
     length: int = 0
     size: int = 1
     steps: int = 0
+    #: What a bar counts: the named axes of the loop, or items.
+    unit: str = "items"
 
     def of_parts(self, count: int) -> Self:
         """Return the progress of a call whose loop runs on so many devices."""
@@ -140,7 +142,16 @@ class Progress:
 
     def show(self, done: Any) -> None:
         """Show on the host that ``done`` items are done, on each device."""
-        show(self.target, int(done) * self.parts, self.length * self.parts)
+        show(self.target, int(done) * self.parts, self.length * self.parts, self.unit)
+
+
+def naming_axes(observer: Any, plan: Plan) -> Any:
+    """Return the observer of a call; a bar counts by the name of the axis of the loop."""
+    loop = next((level for level in plan.levels if level.is_loop), None)
+    unnamed = len(plan.batch_shape) - len(plan.names)
+    if loop is None or not isinstance(observer, Progress) or min(loop.axes) < unnamed:
+        return observer
+    return dataclasses.replace(observer, unit=" ".join(plan.words[axis] for axis in loop.axes))
 
 
 _has_progress = ContextVar("rankax_has_progress", default=False)
@@ -257,13 +268,13 @@ ad.primitive_jvps[_report] = _report_primals
 class _Display:
     """The bar or function that shows one pass over the items of a loop."""
 
-    def __init__(self, target: Target, total: int) -> None:
+    def __init__(self, target: Target, total: int, unit: str) -> None:
         self._total, self._done, self._updated = total, 0, time.monotonic()
         self._target: Any = target
         self._bar: Any = None
         if isinstance(target, str):
             # `update` decides instead of `mininterval` when to show a number.
-            options = {"unit": " items", "unit_scale": True, "mininterval": 0}
+            options = {"unit": f" {unit}", "unit_scale": True, "mininterval": 0}
             bars = importlib.import_module("tqdm.auto")
             self._bar = bars.tqdm(desc=target, total=total, **options)
         else:
@@ -290,7 +301,7 @@ _lock = threading.RLock()
 _displays: dict[Target, _Display] = {}
 
 
-def show(target: Target, done: int, total: int) -> None:
+def show(target: Target, done: int, total: int, unit: str = "items") -> None:
     """Show one report, in the first process only."""
     if jax.process_index():
         return
@@ -298,7 +309,7 @@ def show(target: Target, done: int, total: int) -> None:
         try:
             if done == 0:
                 _close(target)
-                _displays[target] = _Display(target, total)
+                _displays[target] = _Display(target, total, unit)
             elif display := _displays.get(target):
                 display.update(done)
                 if done >= total:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 from rankax._options import AUTO, Options
 from rankax.call.base import Call
 from rankax.core.base.arrays import is_spread, is_staged
-from rankax.core.base.messages import caller_level
+from rankax.core.base.messages import caller_level, listed
 from rankax.core.plan.schedule import Plan
 from rankax.core.protocols import Layout, Placement
 from rankax.core.trace.programs import ItemProgram, has_order
@@ -115,8 +115,8 @@ def warn_of_hidden_shardings(call: Call, options: Options) -> None:
     if is_loop or call.plan(options).has_loop:
         warnings.warn(
             f"{call.site}: inside jax.jit, rankax cannot see whether arguments are sharded over "
-            f"the axes {mesh.shape} of the mesh that is set; if the batch is, a loop sends all of "
-            f"it to all devices; pass devices={PartitionSpec(axes[0])} to share it, or "
-            "devices=False if it is not",
+            f"{listed([repr(name) for name in axes])} of the mesh that is set; if the batch is, a "
+            f"loop sends all of it to all devices; pass devices={PartitionSpec(axes[0])} to share "
+            "it, or devices=False if it is not sharded",
             stacklevel=caller_level(),
         )
