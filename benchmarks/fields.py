@@ -83,7 +83,9 @@ def atoms(space: Space) -> Iterator[tuple[str, dict[str, Run]]]:
     made = {name: space[f"atoms_by_{by}"](kernel) for name, by in CONTESTANTS.items()}
     totals = {name: compiled(total, points, lists.idx) for name, (total, _) in made.items()}
     yield f"{len(points):,} atoms, {lists.idx.shape[1]} places in a list: energy", totals
-    forces = {name: compiled(jax.grad(total), points, lists.idx) for name, (total, _) in made.items()}
+    forces = {
+        name: compiled(jax.grad(total), points, lists.idx) for name, (total, _) in made.items()
+    }
     yield "gradient of the energy", forces
     steps = {
         name: compiled(space["dynamics"](own, shift), points, lists.idx)
