@@ -52,7 +52,7 @@ def rows() -> tuple[dict[str, Runs], tuple[Any, ...]]:
     def row(x: Any, j: Any, real: Any, points: Any) -> Any:
         return jnp.sum(jax.vmap(lambda j: term(x, points[j]))(j), where=real)
 
-    def pair(x: Any, j: Any, real: Any, points: Any) -> Any:  # noqa: ARG001
+    def pair(x: Any, j: Any, real: Any, points: Any) -> Any:
         return term(x, points[j])
 
     def plain(points: Any, j: Any, real: Any) -> Any:
