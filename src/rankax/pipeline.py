@@ -83,7 +83,7 @@ def place_of(call: Call, options: Options) -> Placement:
     """Return where a call is evaluated: where its arrays are, or in parts, on several devices."""
     is_alone = options.devices is None and not any(map(is_spread, call.leaves))
     place = None if is_alone else devices_of(call, options)
-    if place is None and options.devices is None:
+    if place is None and options.devices is None and not jax.sharding.get_abstract_mesh().empty:
         warn_of_hidden_shardings(call, options)
     return place or HERE
 
