@@ -196,7 +196,8 @@ def chunked_reduce(
         lambda *args: jax.tree.map(lambda out: out.sum(0), jax.vmap(fun, in_axes)(*args))
 
     but evaluated tile by tile, so that neither the outputs of all items nor their intermediate
-    values are ever stored, in the forward pass and in derivatives of every order.
+    values are ever stored, in the forward pass and in derivatives of every order. For several axes,
+    which may have names, see ``reduce=`` and ``over=`` of `auto_vmap`.
 
     Parameters
     ----------
