@@ -45,6 +45,9 @@ settings.load_profile(os.environ.get("RANKAX_HYPOTHESIS", "quick"))
 TWO_FUSIONS = jax.__version_info__ < (0, 11)
 
 
+ALONE = "JAX 0.10 runs tests of compiled programs in a session of their own, tox -e optimized"
+
+
 def as_users(config):
     """Whether programs have the fusions that users have, as tests marked `optimized` need."""
     return not TWO_FUSIONS or config.getoption("markexpr").startswith("optimized")
@@ -126,7 +129,14 @@ def pytest_sessionstart():
 def pytest_runtest_setup(item):
     """Leave out a test of programs where they are not those of users."""
     if item.get_closest_marker("optimized") and not as_users(item.config):
-        pytest.skip("JAX 0.10 runs the tests of compiled programs alone: pytest -m optimized")
+        pytest.skip(ALONE)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how many tests were skipped because of JAX 0.10, why, and what runs them."""
+    skipped = terminalreporter.getreports("skipped")
+    if count := sum(ALONE in str(report.longrepr) for report in skipped):
+        terminalreporter.section(f"{count} tests skipped: {ALONE}")
 
 
 def pytest_collection_finish():

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Compare rankax with its peers: time, temporaries, traces and compile time.
 
-``tox -e bench`` (or ``python benchmarks``) writes ``benchmarks/results/<platform>.{md,json}``, and
-on a CPU also the figures of the README and the pages. ``--quick`` runs two small cases and
-writes nothing. ``--memory`` only compiles: it measures all memory anew and keeps the times.
+    python benchmarks             # all cases, in half an hour
+    python benchmarks --quick     # two small ones, in a minute
+    python benchmarks --memory    # of a million items, which are compiled only
+
+``--write`` writes ``benchmarks/results/<platform>.{md,json}``, and on a CPU also the figures of the
+README and the pages. ``--memory --write`` measures all memory anew and keeps the times.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -15,13 +17,12 @@ from pathlib import Path
 
 import jax
 
+import page
 import shown
 import stamp
 from kernels import EIGH, PAIRS, SCAN
 from measure import MODES, Case, Measured, run_case, temporaries
-from report import Curves, curve_rows, write_json, write_markdown
-
-HERE = Path(__file__).parent
+from report import Curves, curve_rows, curve_table, markdown, write_json
 
 # Lengths with 3 at their end are divided by no chunk near the one asked for.
 SETTINGS = [
@@ -43,19 +44,22 @@ CURVE_PEERS = ["jax.vmap", "lax.map", "powerpax", "adv-jax-math", "rankax"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two small cases; write nothing")
-    parser.add_argument("--memory", action="store_true", help="only the memory; keep the times")
+    parser = page.arguments(__doc__)
+    parser.add_argument("--quick", action="store_true", help="two small cases")
+    parser.add_argument("--memory", action="store_true", help="only the memory")
     parser.add_argument("--rounds", type=int, default=25, help="runs of each contestant, at most")
     parser.add_argument(
         "--seconds", type=float, default=15, help="time for each case, at least 3 rounds"
     )
     options = parser.parse_args()
+    if options.quick and options.write:
+        parser.error("--write is for all cases: without --quick")
 
-    directory = HERE / "results"
-    file = directory / f"{jax.devices()[0].platform}.json"
-    if options.memory:
+    file = page.RESULTS / f"{jax.devices()[0].platform}.json"
+    if options.memory and options.write:
         return _measure_memory(file)
+    if options.memory:
+        return _compare_memory(file)
 
     begin = time.perf_counter()
     results = []
@@ -64,17 +68,29 @@ def main() -> None:
         case = Case(kernel, length, chunk_size, mode)
         row = run_case(case, options.rounds, options.seconds)
         results.append((case, row))
-        print(f"{kernel.name}, {length:,} by {chunk_size:,}, {mode}: {_summary(row)}", flush=True)
-    if options.quick:
-        return
+        page.progress(f"{kernel.name}, {length:,} by {chunk_size:,}, {mode}: {_summary(row)}")
+    tables = file.with_suffix(".md")
+    old = tables.read_text(encoding="utf-8") if tables.exists() else ""
+    print(page.beside(markdown(results), old))
+    if options.write:
+        command = "python benchmarks --write"
+        measured = write_json(file, results, _curves(CURVE_LENGTHS), command)
+        tables.write_text(markdown(results, command, measured))
+        if file.stem == "cpu":
+            shown.main()
+    page.progress(f"{time.perf_counter() - begin:.0f} s")
 
-    directory.mkdir(exist_ok=True)
-    command = "python -m tox -e bench"
-    measured = write_json(file, results, _curves(), command)
-    write_markdown(file.with_suffix(".md"), results, command, measured)
-    if file.stem == "cpu":
-        shown.main()
-    print(f"Done in {time.perf_counter() - begin:.0f} s; see {file.with_suffix('.md').name}")
+
+def _compare_memory(file: Path) -> None:
+    """Compile the longest of the curves, and print them beside those of the file."""
+    document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    text = curve_table(curve_rows(_curves(CURVE_LENGTHS[-2:])))
+    old = curve_table(document.get("memory", []))
+    if old:
+        stamped = stamp.Stamp(**document["measured"]["memory"])
+        origin = f"`{document['command']}`, {document['machine']['device']}."
+        old = f"Written by {origin}\n\n{old}\n{stamped}"
+    print(page.beside(text, old))
 
 
 def _measure_memory(file: Path) -> None:
@@ -91,30 +107,23 @@ def _measure_memory(file: Path) -> None:
             )
         fields = {field.name: row[field.name] for field in dataclasses.fields(Measured)}
         results.setdefault(case, []).append(Measured(**fields))
-    document["memory"] = curve_rows(_curves())
+    document["memory"] = curve_rows(_curves(CURVE_LENGTHS))
     document["measured"]["memory"] = dataclasses.asdict(stamp.now())
     file.write_text(json.dumps(document, indent=1) + "\n")
-    write_markdown(
-        file.with_suffix(".md"),
-        list(results.items()),
-        document["command"],
-        document["measured"],
-    )
+    tables = markdown(list(results.items()), document["command"], document["measured"])
+    file.with_suffix(".md").write_text(tables)
     shown.main()
 
 
-def _curves() -> Curves:
+def _curves(lengths: list[int]) -> Curves:
     """Compile for each number of items; nothing is run."""
-    return {
-        (kernel.name, mode, peer): [
-            (length, size)
-            for length in CURVE_LENGTHS
-            if (size := temporaries(kernel, peer, length, shown.CURVE_CHUNK, mode)) is not None
-        ]
-        for kernel in (PAIRS, EIGH)
-        for mode in ("forward", "gradient")
-        for peer in CURVE_PEERS
-    }
+    curves: Curves = {}
+    for kernel, mode in itertools.product((EIGH, PAIRS), ("gradient", "forward")):
+        page.progress(f"compiling {kernel.name}, {mode}")
+        for peer in CURVE_PEERS:
+            sizes = ((n, temporaries(kernel, peer, n, shown.CURVE_CHUNK, mode)) for n in lengths)
+            curves[kernel.name, mode, peer] = [(n, size) for n, size in sizes if size is not None]
+    return curves
 
 
 def _summary(row: list[Measured]) -> str:

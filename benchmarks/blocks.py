@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What a kernel costs in blocks: the wrapper for each block, and the memory of a worker.
 
-``python benchmarks/blocks.py`` writes ``benchmarks/results/blocks.md``:
+    python benchmarks/blocks.py
 
 * the time of one block in the wrapper, beside the compiled kernel with the same array and back to
   NumPy, and beside a whole task of dask;
@@ -13,13 +13,16 @@ import re
 import time
 from pathlib import Path
 
+import page
+
+if __name__ == "__main__":
+    page.needs("dask", "distributed")
 import dask.array as da
 import jax
 import jax.numpy as jnp
 import numpy as np
 from distributed import Client, LocalCluster
 
-import stamp
 from rankax import auto_vmap
 from rankax.ext.blocks import programs
 
@@ -48,10 +51,12 @@ def light(t):
 
 
 def main():
+    given = page.arguments(__doc__).parse_args()
+    page.progress("a minute")
     lines = [
         "# Blocks",
         "",
-        "Written by `python -m tox -e bench -- benchmarks/blocks.py`. "
+        "Written by `python benchmarks/blocks.py --write`. "
         f"jax {jax.__version__}, {jax.default_backend()}, float32, one block at a time.",
         "",
         *overhead(),
@@ -59,8 +64,7 @@ def main():
         *memory(),
     ]
     text = "\n".join(lines) + "\n"
-    print(text)
-    stamp.write(Path(__file__).parent / "results" / "blocks.md", text)
+    page.finish(page.RESULTS / "blocks.md", text, write=given.write)
 
 
 def median(fun, *args, repeats=300):
@@ -78,7 +82,7 @@ def overhead():
     yield "Microseconds for a block, medians."
     yield ""
     yield "| numbers in a block | `jax.jit`, back to NumPy | the wrapper | a task of dask |"
-    yield "| ---: | ---: | ---: | ---: |"
+    yield "| --- | ---: | ---: | ---: |"
     for items in (16, 1024, 65536):
         block = np.ones((items, 16), "float32")
         compiled = jax.jit(light)

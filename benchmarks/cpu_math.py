@@ -3,21 +3,19 @@
 
     python benchmarks/cpu_math.py
 
-writes ``benchmarks/results/cpu-math.md``. One core; chunks of 4096, or of 2**16 pairs. The
+One core; chunks of 4096, or of 2**16 pairs. The
 contestants of a row take turns, and medians are compared. Freed memory is kept (``allocator.py``).
 """
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import allocator
-import stamp
+import page
 from rankax import auto_vmap, chunked_vmap
 
 if __name__ == "__main__":  # before the kernels make arrays
@@ -27,7 +25,7 @@ from held_out import haversine, slerp
 from tile_kernels import drawn, kepler, rotate
 from tiles import compiled, medians
 
-RESULTS = Path(__file__).parent / "results" / "cpu-math.md"
+RESULTS = page.RESULTS / "cpu-math.md"
 CHUNK, PAIRS = 4096, 2**16
 
 
@@ -130,15 +128,17 @@ def timed(case: Case, mode: str, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = page.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=2, help="for each row")
-    parser.add_argument("--only", default="", help="rows whose name begins so; write nothing")
+    parser.add_argument("--only", default="", help="rows whose name begins so")
     given = parser.parse_args()
+    if given.only and given.write:
+        parser.error("--write is for all rows: without --only")
     header = "| " + " | ".join(["", "", *WAYS, "jax.vmap / last", "chunks / last"]) + " |"
     lines = [
         "# Sines, angles and powers",
         "",
-        f"Written by `python benchmarks/cpu_math.py --seconds {given.seconds:g}`. jax "
+        f"Written by `python benchmarks/cpu_math.py --seconds {given.seconds:g} --write`. jax "
         f"{jax.__version__}, one core, float32. *cpu_math*: with `cpu_math=True`; *chunks*: "
         "`chunk_size=4096`, or 2**16 for sums over all pairs of 4000 points. Medians of turns.",
         "",
@@ -163,9 +163,8 @@ def main() -> None:
                 cells = [f"{times[way] * unit:.2f}" if way in times else "-" for way in WAYS]
                 ratios = [f"{times[way] / last:.2f}" for way in ("jax.vmap", "chunks")]
                 lines.append("| " + " | ".join([case.name, mode, *cells, *ratios]) + " |")
-                print(lines[-1], flush=True)
-    if not given.only:
-        stamp.write(RESULTS, "\n".join(lines))
+                page.progress(lines[-1])
+    page.finish(RESULTS, "\n".join(lines), write=given.write)
 
 
 if __name__ == "__main__":

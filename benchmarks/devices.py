@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: MIT
 """What `devices=` gains on the cores of one machine, each a CPU device.
 
-    python -m tox -e bench -- benchmarks/devices.py                      # 1 device, and 2
-    python -m tox -e bench -- benchmarks/devices.py --devices 1 2 4
+    python benchmarks/devices.py                      # 1 device, and 2
+    python benchmarks/devices.py --devices 1 2 4
 
 Each row is one kernel of rankax with its default options and a `chunk_size`, compiled over so many
 devices; they take turns in one process, in another order in each round, and the table has medians.
-A call copies its inputs to the devices, which is part of its time. Writes
-`benchmarks/results/devices.md`.
+A call copies its inputs to the devices, which is part of its time.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import os
@@ -21,19 +19,18 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import page
 import reductions
-import stamp
 from kernels import EIGH, PAIRS
 from rankax import auto_vmap
 
-RESULTS = Path(__file__).parent / "results" / "devices.md"
+RESULTS = page.RESULTS / "devices.md"
 CHUNK = 1000
 
 
@@ -169,27 +166,27 @@ def report(found: dict[str, list[float]], counts: list[int], command: str, odd: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page.arguments(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="1 first")
     parser.add_argument("--seconds", type=float, default=10, help="for each row")
-    parser.add_argument("--scale", type=float, default=1, help="times the work; else write nothing")
+    parser.add_argument("--scale", type=float, default=1, help="times the work")
     parser.add_argument("--odd", type=int, default=0, help="items more, which no device divides")
     given = parser.parse_args()
+    if given.scale != 1 and given.write:
+        parser.error("--write is for all of the work: without --scale")
     jax.config.update("jax_num_cpu_devices", max(given.devices))
     found: dict[str, list[float]] = {}
     for row in rows(given.scale, given.odd):
         found[row.name] = measure(row, given.devices, given.seconds)
         shown = ", ".join(f"{t * 1e3:.1f}" for t in found[row.name])
-        print(f"{row.name}: {shown} ms", flush=True)
+        page.progress(f"{row.name}: {shown} ms")
     counts = " ".join(map(str, given.devices))
-    command = f"python benchmarks/devices.py --devices {counts} --seconds {given.seconds:g}"
+    command = f"python benchmarks/devices.py --devices {counts} --seconds {given.seconds:g} --write"
     text = report(
         found, given.devices, command + (f" --odd {given.odd}" * bool(given.odd)), given.odd
     )
-    print(text)
-    if given.scale == 1:
-        path = RESULTS.with_stem("devices-odd") if given.odd else RESULTS
-        stamp.write(path, text)
+    path = RESULTS.with_stem("devices-odd") if given.odd else RESULTS
+    page.finish(path, text, write=given.write)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 
     python benchmarks/flags.py
 
-writes ``benchmarks/results/flags.md``. The calls with ``jit=True`` are without chunks; forward,
+The calls with ``jit=True`` are without chunks; forward,
 rankax passes the flag for sums by itself where it expects a gain. A flag belongs to a process, so
 each flag has one of its own. They take turns for each kernel, all on one core; medians of the
 processor time are compared. All but one keep freed memory (``allocator.py``).
 """
 
-import argparse
 import json
 import math
 import os
@@ -17,12 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-import stamp
+import page
 from allocator import KEPT
 from tile_kernels import CASES
 from tiles import CHUNK, compiled
@@ -35,7 +33,7 @@ FLAGS = {  # what is added to the environment
     "loops": KEPT | {"XLA_FLAGS": LOOPS},
     "sums": KEPT | {"XLA_FLAGS": SUMS},
 }
-RESULTS = Path(__file__).parent / "results" / "flags.md"
+RESULTS = page.RESULTS / "flags.md"
 ROUNDS, TURNS = 5, 3
 
 
@@ -68,10 +66,12 @@ def serve() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file to write")
-    name = parser.parse_args().results
+    parser = page.arguments(__doc__)
+    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file of results")
+    given = parser.parse_args()
+    name = given.results
     command = "python benchmarks/flags.py" + (f" --results {name}" if name != RESULTS.stem else "")
+    command += " --write"
     servers = {
         flag: subprocess.Popen(
             [sys.executable, __file__, "serve"],
@@ -112,11 +112,11 @@ def main() -> None:
             cells = [f"**{x:.3g}**" if x == min(row) else f"{x:.3g}" for x in row]
             cells = ["—" if x == math.inf else cell for x, cell in zip(row, cells, strict=True)]
             lines.append(f"| {case.name} | {mode} | " + " | ".join(cells) + " |")
-            print(lines[-1], flush=True)
+            page.progress(lines[-1])
     for server in servers.values():
         server.stdin.close()
         server.wait()
-    stamp.write(RESULTS.with_stem(name), "\n".join(lines))
+    page.finish(RESULTS.with_stem(name), "\n".join(lines), write=given.write)
 
 
 if __name__ == "__main__":

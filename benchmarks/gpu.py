@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The first minutes on a GPU: six questions, with plain JAX beside rankax.
 
+    python -m pip install . "jax[cuda13]"
     python benchmarks/gpu.py            # on the first device of JAX
     python benchmarks/gpu.py --small    # sizes for a CPU: a minute, in which times say nothing
 
@@ -13,13 +14,11 @@
 
 Programs are compiled first and then take turns. Times are medians, each until the result is ready.
 Rows are printed as they come. After seven minutes no other row is begun, so that all ends within
-eight, and the file says where it stopped. Writes ``benchmarks/results/<platform>-first.md``, unless
-the sizes are small.
+eight, and the result says where it stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -27,7 +26,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import hlo
+import page
 import stamp
 from lockstep import oscillator
 from pair_tasks import ROWS, TASKS, of_squares, ways
@@ -46,6 +45,10 @@ BEGIN = time.perf_counter()
 MOST_SECONDS = 7 * 60  # after which no row is begun
 ROUNDS = 7
 ROUNDS_SECONDS = 5  # for the turns of a row, which has at least one that counts
+KEYS = "kernel", "lanes", "limit", "mode", "oscillators", "reduction", "steps", "what decides"
+NO_GPU = """\
+JAX sees no GPU. In a clone, on a machine that has one: python -m pip install . "jax[cuda13]"
+`python benchmarks/gpu.py --small` has sizes for a CPU."""
 TIMED: list[tuple[str, float]] = []  # all programs, as HLO, and their seconds
 
 
@@ -244,34 +247,41 @@ def answer(question: Callable[[bool], Iterator[list[str]]], small: bool) -> str:
     for row in question(small):
         line = "| " + " | ".join(row) + " |\n"
         if not text:
-            line += "|" + " --- |" * len(row) + "\n"
-        print(line, end="", flush=True)
+            rule = ("---" if name in KEYS else "---:" for name in row)
+            line += "| " + " | ".join(rule) + " |\n"
+        page.progress(line.rstrip())
         text += line
         if question is not predictions and time.perf_counter() - BEGIN > MOST_SECONDS:
-            print("\nno time left\n", flush=True)
+            page.progress("\nno time left\n")
             return f"{text}\nStopped here after {MOST_SECONDS // 60} minutes.\n"
-    print(flush=True)
     return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU; write nothing")
+    parser = page.arguments(__doc__)
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--limit", help="print one row about a memory limit, for this program")
     options = parser.parse_args()
+    if options.small and options.write:
+        parser.error("--write is for the large sizes: without --small")
     if options.limit:
         print(*limited(options.limit, options.small), sep=";", end="")
         return
     ran = machine()
+    if ran["platform"] == "cpu" and not options.small:
+        sys.exit(NO_GPU)
+    path = page.RESULTS / f"{ran['platform']}-first.md"
     text = "# The first minutes on a GPU\n\n"
-    text += f"Written by `python benchmarks/gpu.py`, on {ran['device']}, JAX {jax.__version__}.\n"
+    text += "Written by `python benchmarks/gpu.py --write`, on "
+    text += f"{ran['device']}, JAX {jax.__version__}.\n"
     text += "— is what did not fit the memory.\n"
     for title, question in QUESTIONS.items():
-        print(f"{title}\n", flush=True)
+        page.progress(f"\n{title}\n")
         text += f"\n## {title}\n\n{answer(question, options.small)}"
-        if not options.small:  # after each section, in case the next one fails
-            stamp.write(Path(__file__).parent / "results" / f"{ran['platform']}-first.md", text)
-    print(f"{time.perf_counter() - BEGIN:.0f} s")
+        if options.write:  # after each section, in case the next one fails
+            stamp.write(path, text)
+    page.finish(path, text, write=options.write)
+    page.progress(f"{time.perf_counter() - BEGIN:.0f} s")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python benchmarks/gpu_compiled.py
 
 Eight reductions over pairs, and the eleven kernels of ``tile_kernels.py``, forward and gradient, by
-`jax.vmap`, `jax.lax.map` and rankax. ``h100.py`` says what to install. Prints each row as it comes,
-takes four minutes of processor time, and writes ``benchmarks/results/h100-compiled.md``.
+`jax.vmap`, `jax.lax.map` and rankax. ``h100.py`` says what to install. It takes four minutes of
+processor time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 import hlo
-import stamp
+import page
 from gpu import in_mode, items_of
 from pair_tasks import TASKS, of_squares, ways
 from rankax import auto_vmap, chunked_vmap
@@ -46,7 +45,7 @@ LIMITED = "Lennard-Jones 32x3"  # `memory_limit` compiles several chunks, so one
 
 HEAD = """# Compiled for an H100
 
-Written by `python benchmarks/gpu_compiled.py`, on a machine that has no GPU: nothing ran.
+Written by `python benchmarks/gpu_compiled.py --write`, on a machine that has no GPU: nothing ran.
 
 Temporaries, loops and launches are those of the compiled program. A loop is its steps x what a step
 launches, with the loops within; ? steps are not known, so that the host waits for the condition in
@@ -142,20 +141,21 @@ def over_items() -> Iterator[Row]:
 
 def section(title: str, head: list[str], rows: Iterator[Row]) -> str:
     """Return a table, whose rows are printed as they come."""
-    words = {head[0], "mode", "way", "loops", "for"}
+    rules = {head[0]: "---", "mode": "---", "way": "---", "loops": ":---", "for": ":---"}
     columns = [*head, *COLUMNS]
-    rule = ["---" if name in words else "---:" for name in columns]
+    rule = [rules.get(name, "---:") for name in columns]
     text = f"\n## {title}\n\n"
-    print(text, end="")
+    page.progress(text)
     with ThreadPoolExecutor(2) as pool:  # one traces while the other compiles
         for row in itertools.chain([columns, rule], pool.map(compiled, rows)):
             line = f"| {' | '.join(row)} |\n"
-            print(line, end="", flush=True)
+            page.progress(line.rstrip())
             text += line
     return text
 
 
 def main() -> None:
+    given = page.arguments(__doc__).parse_args()
     try:
         h100.gpus()
     except RuntimeError as error:
@@ -171,9 +171,8 @@ def main() -> None:
     text += section(
         "Maps; the gradient by the first argument", ["kernel", "items", "mode", "way"], over_items()
     )
-    path = Path(__file__).parent / "results" / "h100-compiled.md"
-    stamp.write(path, text)
-    print(f"\nwrote {path.name} after {time.perf_counter() - begin:.0f} s")
+    page.finish(page.RESULTS / "h100-compiled.md", text, write=given.write)
+    page.progress(f"{time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Compile for an H100 on a machine that has none.
 
-    python -m pip install "jax==0.12.*" jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc \
-        nvidia-cuda-crt nvidia-nvvm
+    python -m pip install -U pip && python -m pip install . --group gpu
 
 Half a gigabyte, for Python 3.12 or newer. JAX makes devices from a description, and XLA compiles
 for them to the end: what is fused, how memory is laid out, what a loop launches. Nothing runs, so

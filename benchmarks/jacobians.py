@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Memory and time of a Jacobian of 20,000 outputs by 2000 inputs, and of its Gram matrix.
 
-``python -m tox -e bench -- benchmarks/jacobians.py`` compares with JAX, adv-jax-math and NetKet,
-and writes ``benchmarks/results/jacobians.md``. Two functions:
+    python benchmarks/jacobians.py
+
+compares with JAX, adv-jax-math and NetKet. Two functions:
 
 * waves: each output depends on many inputs, by way of 160,000 numbers. Forward mode.
 * network: 20,000 samples of a network of 2000 parameters. Each output has a sample of its own, so
@@ -16,23 +17,25 @@ import os
 import platform
 import statistics
 import time
-from pathlib import Path
 
+import page
+
+if __name__ == "__main__":
+    page.needs("adv_jax_math", "netket")
 import jax
 import jax.numpy as jnp
 import netket
 from adv_jax_math import batch_jacfwd
 from jax.flatten_util import ravel_pytree
 
-import stamp
 from rankax import chunked_jacfwd, chunked_reduce, chunked_vmap
 
 jax.config.update("jax_enable_x64", False)  # which NetKet has enabled
 
-RESULTS = Path(__file__).parent / "results" / "jacobians.md"
+RESULTS = page.RESULTS / "jacobians.md"
 HEAD = """# Jacobians
 
-Written by `python -m tox -e bench -- benchmarks/jacobians.py`. {machine}, {cores} cores,
+Written by `python benchmarks/jacobians.py --write`. {machine}, {cores} cores,
 JAX {jax}, float32.
 
 {m:,} outputs, {n:,} inputs, `chunk_size={chunk}`. Medians of {rounds} turns in one process.
@@ -119,11 +122,13 @@ def compare(cases, *args):
             f"| `{name}` | {memory.temp_size_in_bytes / 1e6:.1f} | "
             f"{memory.output_size_in_bytes / 1e6:.0f} | {seconds:.2f} | {seconds / first:.2f} |\n"
         )
-        print(line, end="", flush=True)
+        page.progress(line.rstrip())
         yield line
 
 
 def main():
+    given = page.arguments(__doc__).parse_args()
+    page.progress("compiling")
     keys = jax.random.split(jax.random.key(0), 4)
     parameters = {
         "inner": jax.random.normal(keys[0], (FEATURES, HIDDEN)),
@@ -144,7 +149,7 @@ def main():
         text += "".join(compare(cases, jnp.linspace(0, 1, N)))
     for cases in cases_of_network():
         text += "".join(compare(cases, parameters, samples))
-    stamp.write(RESULTS, text)
+    page.finish(RESULTS, text, write=given.write)
 
 
 if __name__ == "__main__":

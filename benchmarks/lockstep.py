@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: MIT
 """Items that differ in cost: ``lockstep=False`` against `jax.vmap` and the best `jax.lax.map`.
 
-Run with ``python benchmarks/lockstep.py``; names of cases choose some. ``diffrax`` and ``nuts``
-need the packages of the dependency group ``clients``, and run only if they are named. ``gradient``
-is the oscillator's, beside `jax.vmap` of a `rankax.checkpoint_while_loop`. Every program is
-compiled first; then all take turns, so that a slow moment of the machine falls on each of them. It
-prints medians of the time, and in brackets of the processor time, in milliseconds, and how many
-times as long as the best number of lanes the others take. Without names of cases, it writes
-``results/lockstep.md``.
+    python benchmarks/lockstep.py             # six cases, in two minutes
+    python benchmarks/lockstep.py oscillator  # one
+
+``diffrax`` and ``nuts`` need the packages of these names (nuts: blackjax), and run only if they are
+named. ``gradient`` is the oscillator's, beside `jax.vmap` of a `rankax.checkpoint_while_loop`.
+Every program is compiled first; then all take turns, so that a slow moment of the machine falls on
+each of them. The table has processor times; before it come, on the standard error, all ways:
+medians of the time, and in brackets of the processor time, in milliseconds, and how many times as
+long as the best number of lanes the others take.
 """
 
 import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import stamp
+import page
 from rankax import checkpoint_while_loop, chunked_vmap
 
-RESULT = Path(__file__).parent / "results" / "lockstep.md"
+RESULT = page.RESULTS / "lockstep.md"
 HEAD = """\
 # Items that differ in cost
 
-Written by `python benchmarks/lockstep.py`. {machine}, JAX {jax}.
+Written by `python benchmarks/lockstep.py --write`. {machine}, JAX {jax}.
 Medians of {rounds} rounds in turns, of the processor time in ms, which other programs on the
 machine do not change much.
 
@@ -43,6 +43,7 @@ TITLES = {
     "equal": "200 cheap steps for each item",
     "branch": "a branch that is expensive for one item in eight",
 }
+OTHERS = {"diffrax": "the oscillator, by diffrax", "nuts": "the No-U-Turn sampler of BlackJAX"}
 ROUNDS = 7
 BATCHES = (16, 64, 256, 1024)  # of `jax.lax.map`
 LANES = (64, 256, 512)
@@ -216,12 +217,20 @@ def row(name, items, rows):
     maps = [took for way, (_, took) in rows.items() if way.startswith("map")]
     best = f"{min(maps):.1f}" if maps else ""
     (_, whole), (_, lanes) = rows["vmap"], rows["256 lanes"]
-    return f"| {TITLES[name]} | {items:,} | {whole:.1f} | {best} | {lanes:.1f} |\n"
+    return f"| {(TITLES | OTHERS)[name]} | {items:,} | {whole:.1f} | {best} | {lanes:.1f} |\n"
 
 
 def main():
+    parser = page.arguments(__doc__)
+    parser.add_argument("names", nargs="*", metavar="CASE", help=", ".join(TITLES | OTHERS))
+    given = parser.parse_args()
+    if unknown := set(given.names) - (TITLES | OTHERS).keys():
+        parser.error(f"no case {min(unknown)!r}: the cases are {', '.join(TITLES | OTHERS)}")
+    if given.names and given.write:
+        parser.error("--write is for all cases: name none")
     found, lines = cases(), []
-    for name in sys.argv[1:] or TITLES:
+    for name in given.names or TITLES:
+        page.progress(f"{TITLES.get(name, name)}: compiling")
         kernel, arrays = found[name]
         ways = gradients(kernel) if name == "gradient" else programs(kernel)
         compiled = {way: jax.jit(program).lower(*arrays).compile() for way, program in ways}
@@ -232,17 +241,14 @@ def main():
                 assert np.mean(~np.isclose(a, b, rtol=1e-3, atol=1e-2)) < 0.02, (name, way)
         rows = measured(compiled, arrays)
         ours = min(took for way, (_, took) in rows.items() if way.endswith("lanes"))
-        print(f"\n{name}")
         for way, (wall, took) in rows.items():
             temporaries = compiled[way].memory_analysis().temp_size_in_bytes
-            print(
+            page.progress(
                 f"  {way:14} {wall:8.1f} ({took:8.1f}) {took / ours:6.1f} {temporaries:12,} bytes"
             )
-        if name in TITLES:
-            lines.append(row(name, len(arrays[0]), rows))
-    if not sys.argv[1:]:
-        head = HEAD.format(machine=platform.machine(), jax=jax.__version__, rounds=ROUNDS)
-        stamp.write(RESULT, head + "".join(lines))
+        lines.append(row(name, len(arrays[0]), rows))
+    head = HEAD.format(machine=platform.machine(), jax=jax.__version__, rounds=ROUNDS)
+    page.finish(RESULT, head + "".join(lines), write=given.write)
 
 
 if __name__ == "__main__":

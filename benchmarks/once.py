@@ -6,25 +6,23 @@
 prints, for sums over pairs (``reduce="sum", reduce_axis=-1``) and for maps in chunks of 10,000
 pairs, forward and gradient, milliseconds of `jax.vmap`, of `jax.lax.map` of 64 rows, and of rankax,
 and how long rankax takes beside the better of them. One core; processor times in turns, the least
-of all rounds. ``--write`` also stores the table in ``benchmarks/results/once.md``.
+of all rounds. ``--write`` stores the table.
 """
 
-import argparse
 import itertools
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import stamp
+import page
 from rankax import auto_vmap
 
-RESULTS = Path(__file__).parent / "results" / "once.md"
+RESULTS = page.RESULTS / "once.md"
 R = np.random.default_rng(0)
 
 
@@ -142,18 +140,18 @@ def timed(functions: dict[str, Any], args: tuple[Any, ...], rounds: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help="all if none is given")
+    parser = page.arguments(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(KERNELS))
     parser.add_argument("--points", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    if unknown := set(given.names) - KERNELS.keys():
+        parser.error(f"no kernel {min(unknown)!r}: the kernels are {', '.join(KERNELS)}")
     os.sched_setaffinity(0, {0})
     lines = [
         "| kernel | | `jax.vmap` | `lax.map` | rankax | ratio |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    print(*lines, sep="\n")
     for name in given.names or KERNELS:
         size, f = KERNELS[name]
         args = tuple(
@@ -170,9 +168,9 @@ def main() -> None:
                 ratio = t["rankax"] / min(t["jax.vmap"], t["lax.map"])
                 shown = " | ".join(f"{t[way]:.2f}" for way in own)
                 lines.append(f"| {name} | {mode} | {shown} | {ratio:.2f} |")
-                print(lines[-1], flush=True)
-    if given.write:
-        stamp.write(RESULTS, "\n".join([*lines, ""]))
+                page.progress(lines[-1])
+    head = "# Work that belongs to one side\n\nWritten by `python benchmarks/once.py --write`.\n\n"
+    page.finish(RESULTS, head + "\n".join([*lines, ""]), write=given.write)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     python benchmarks/ragged.py
 
-writes ``benchmarks/results/ragged.md``: 10,000 items of log-normal length, median 20, longest over
+10,000 items of log-normal length, median 20, longest over
 1,000. For each way: the first call, which compiles, and later ones; the programs that the first one
 compiled; and the memory of the compiled program, temporaries apart from inputs and outputs.
 
@@ -17,23 +17,21 @@ compiled; and the memory of the compiled program, temporaries apart from inputs 
   with other work does not count; the least of some turns.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import stamp
+import page
 from rankax import Mask, Ragged, auto_vmap
 
 os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before JAX starts its threads
 
-RESULTS = Path(__file__).parent / "results" / "ragged.md"
+RESULTS = page.RESULTS / "ragged.md"
 ITEMS, CHUNK, ROUNDS = 10_000, 64, 9
 WEIGHTS = np.random.default_rng(1).normal(size=(3, 32)).astype(np.float32)
 HEAD = """# Ragged items
@@ -224,13 +222,13 @@ def compare(x: Ragged, gradient: bool) -> list[str]:
             f"{others:.1f}",
         ]
         rows.append(f"| {' | '.join(cells)} |")
-        print(rows[-1], flush=True)
+        page.progress(rows[-1])
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file to write")
+    parser = page.arguments(__doc__)
+    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file of results")
     given = parser.parse_args()
     jax.monitoring.register_event_duration_secs_listener(listen)
     rng = np.random.default_rng(0)
@@ -239,6 +237,7 @@ def main() -> None:
     command = "python benchmarks/ragged.py"
     if given.results != RESULTS.stem:
         command += f" --results {given.results}"
+    command += " --write"
     head = "".join(f"| {' | '.join(cells)} |\n" for cells in (COLUMNS, COLUMNS.values()))
     text = HEAD.format(
         command=command,
@@ -249,7 +248,8 @@ def main() -> None:
         rounds=ROUNDS,
     )
     rows = [row for gradient in (False, True) for row in compare(x, gradient)]
-    stamp.write(RESULTS.with_stem(given.results), text + head + "\n".join(rows))
+    path = RESULTS.with_stem(given.results)
+    page.finish(path, text + head + "\n".join(rows), write=given.write)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
 """What a reduction over all pairs costs: rankax, KeOps, plain `jax.numpy`, and `lax.map` over rows.
 
-    python -m tox -e bench -- benchmarks/reductions.py            # 10,000 x 10,000 points
-    python -m tox -e bench -- benchmarks/reductions.py --large    # and 100,000 x 100,000, once
-    python -m tox -e bench -- benchmarks/reductions.py --labels   # sums by label alone
+    python benchmarks/reductions.py            # 10,000 x 10,000 points, in five minutes
+    python benchmarks/reductions.py sum        # one task
+    python benchmarks/reductions.py --large    # and 100,000 x 100,000, once
+    python benchmarks/reductions.py --labels   # sums by label alone
 
 Points in three dimensions, float32. The contestants take turns in one process, in another order in
 each round; the table has medians. What a contestant compiles first is timed apart. KeOps
-(https://www.kernel-operations.io) has no figure for temporaries, for nothing reports it. Writes
-`benchmarks/results/reductions.md`.
+(https://www.kernel-operations.io) takes part if it is installed. It has no figure for temporaries,
+because nothing reports them.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
 import platform
@@ -21,7 +21,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import page
 import shown
-import stamp
 from rankax import auto_vmap, chunked_reduce
 from rankax.reductions import ByLabel, Histogram
 
@@ -209,7 +208,11 @@ def contestants(name: str, args: tuple[Any, ...], most_bytes: float) -> dict[str
 
         found[who] = (run, seconds, temporaries)
     begin = time.perf_counter()
-    fun = keops(task, gradient=gradient)
+    try:
+        fun = keops(task, gradient=gradient)
+    except ImportError as error:
+        page.progress(f"not installed: {error.name}")
+        return found
     small = tuple(x[:64] for x in args)
     fun(*small)
     found["KeOps"] = (lambda: fun(*args), time.perf_counter() - begin, None)
@@ -334,34 +337,33 @@ def measure_labels(name: str, rounds: int, made: Any) -> list[str]:
 
 LABELS_HEAD = """# Sums by label
 
-Written by `python -m tox -e bench -- benchmarks/reductions.py --labels`. {machine}, JAX {jax},
+Written by `python benchmarks/reductions.py --labels --write`. {machine}, JAX {jax},
 {cores} cores. Medians of the CPU time of {rounds} rounds in turns; the ratio is to rankax. Vectors
 have three numbers; a gradient is that of the sum of the squares of all bins. Pairs are those of
 10,000 points, or 20,000, each with a weight, in 64 bins of their distance.
 
 | task | contestant | ms | times rankax | temporaries, MB |
-|---|---|---|---|---|
+|---|---|---:|---:|---:|
 """
 
 
-def write_labels(rounds: int) -> None:
+def compare_labels(rounds: int, *, write: bool) -> None:
     rng = np.random.default_rng(0)
     lines = []
     for bins in BINS:
+        page.progress(f"{bins:,} bins")
         lines += measure_labels(LABELLED.format(f"{bins:,}"), rounds, of_values(bins, rng))
     for bins in BINS[2:]:
         name = LABELLED.format(f"{bins:,}")
         vectors, slopes = of_values(bins, rng, (3,)), of_values(bins, rng, gradient=True)
         lines += measure_labels(name.replace("values", "vectors"), rounds, vectors)
         lines += measure_labels(f"{name}, gradient", rounds, slopes)
+    page.progress("pairs")
     lines += measure_labels("1e8 pairs", rounds, of_shells(10_000, rng))
     functions, args = of_shells(20_000, rng)
     lines += measure_labels("4e8 pairs", 1, ({"rankax": functions["rankax"]}, args))
-    print("\n".join(lines))
     head = LABELS_HEAD.format(**setting(), rounds=rounds)
-    path = Path(__file__).parent / "results" / "labels.md"
-    stamp.write(path, head + "\n".join(lines))
-    print(f"wrote {path.name}")
+    page.finish(page.RESULTS / "labels.md", head + "\n".join(lines), write=write)
 
 
 def setting() -> dict[str, Any]:
@@ -375,46 +377,51 @@ def setting() -> dict[str, Any]:
 
 HEAD = """# Reductions over all pairs
 
-Written by `python -m tox -e bench -- benchmarks/reductions.py{flag}`. {machine}, JAX {jax},
+Written by `python benchmarks/reductions.py{flag} --write`. {machine}, JAX {jax},
 {cores} cores; rankax with `chunk_size={chunk}`. Medians of {rounds} rounds in turns, but a single
 round of 100,000 points; the ratio is to rankax. KeOps and `devices="all"` (a CPU device for each
 core) compute on all cores; `cpu_math=True` is listed where a kernel has a power. KeOps computes a
 gradient by one pass for each input; of "min", by an argmin, and the rest in NumPy.
 
 | task | points on each side | contestant | ms | times rankax | temporaries, MB | compile, s |
-|---|---|---|---|---|---|---|
+|---|---|---|---:|---:|---:|---:|
 """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = page.arguments(__doc__)
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(MEASURED))
     parser.add_argument("--large", action="store_true", help="100,000 points too, once")
     parser.add_argument("--labels", action="store_true", help="sums by label alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--count", type=int, default=10_000)
     options = parser.parse_args()
+    if unknown := set(options.tasks) - set(MEASURED):
+        parser.error(f"no task {min(unknown)!r}: the tasks are {', '.join(MEASURED)}")
+    if options.write and (options.tasks or options.count != parser.get_default("count")):
+        parser.error("--write is for all tasks: name none, without --count")
     jax.config.update("jax_num_cpu_devices", max(2, len(os.sched_getaffinity(0))))
     if options.labels:
-        write_labels(options.rounds)
+        compare_labels(options.rounds, write=options.write)
         return
     lines = []
-    for task in MEASURED:
+    for task in options.tasks or MEASURED:
+        page.progress(f"{task}: compiling")
         lines += measure(task, options.count, options.rounds, 4e9)
-        print("\n".join(lines[-5:]), flush=True)
+        page.progress("\n".join(lines[-5:]))
     if options.large:
         for task in LARGE:
             lines += measure(task, 100_000, 1, 4e9)
-            print("\n".join(lines[-3:]), flush=True)
+            page.progress("\n".join(lines[-3:]))
     head = HEAD.format(
         flag=" --large" if options.large else "",
         **setting(),
         chunk=CHUNK,
         rounds=options.rounds,
     )
-    path = Path(__file__).parent / "results" / "reductions.md"
-    stamp.write(path, head + "\n".join(lines))
-    print(f"wrote {path.name}")
-    shown.main()
+    page.finish(page.RESULTS / "reductions.md", head + "\n".join(lines), write=options.write)
+    if options.write:
+        shown.main()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+import shown
 import stamp
 from measure import Case, Measured
 from peers import CHUNKED
@@ -85,10 +86,25 @@ def curve_rows(curves: Curves) -> list[dict[str, Any]]:
     ]
 
 
-def write_markdown(
-    path: Path, results: Results, command: str, measured: dict[str, dict[str, str]]
-) -> None:
-    """Write one table for the times, one for the temporaries, and one for compiling."""
+def curve_table(rows: list[dict[str, Any]]) -> str:
+    """Return the temporaries of the curves, in the words of the pages."""
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    cells: dict[tuple[str, str, int], dict[str, str]] = {}
+    for row in rows:
+        for length, size in row["length_and_bytes"]:
+            key = row["kernel"], row["mode"], length
+            cells.setdefault(key, {})[row["peer"]] = shown.megabytes(size)
+    lines = [_line(["kernel", "", "items", *peers])] if rows else []
+    lines += [_line(["---"] * 3 + ["---:"] * len(peers))] if rows else []
+    for (kernel, mode, length), own in cells.items():
+        lines.append(_line([kernel, mode, f"{length:,}", *(own.get(peer, "—") for peer in peers)]))
+    return "\n".join(lines)
+
+
+def markdown(
+    results: Results, command: str = "", measured: dict[str, dict[str, str]] | None = None
+) -> str:
+    """Return a table for the times, one for the temporaries, and one for compiling."""
     facts = machine()
     versions = ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v)
     lines = [
@@ -116,9 +132,9 @@ def write_markdown(
         *_table(results, lambda row: _each(row, _compiling)),
         *[f"\n{peer} did not take part: {note}." for peer, note in _absent(results)],
         "",
-        *(f"{part.capitalize()}. {stamp.Stamp(**measured[part])}" for part in ("cases", "memory")),
+        *(f"{part.capitalize()}. {stamp.Stamp(**own)}" for part, own in (measured or {}).items()),
     ]
-    path.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def _table(results: Results, cells: Any, *, ratios: bool = False) -> list[str]:

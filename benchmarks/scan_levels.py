@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Evaluations, memory and time of the gradient of a long scan, by the levels of its checkpoints.
 
-``python benchmarks/scan_levels.py`` writes ``benchmarks/results/scan_levels.md``.
+    python benchmarks/scan_levels.py
+
 Evaluations are counted by a callback, in a shorter scan; memory is what the compiler reports; the
 times are medians, taken in turns.
 """
@@ -10,19 +11,18 @@ import os
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-import stamp
+import page
 from rankax import checkpoint_chunked_scan
 
-RESULTS = Path(__file__).parent / "results" / "scan_levels.md"
+RESULTS = page.RESULTS / "scan_levels.md"
 HEAD = """# Levels of checkpoints
 
-Written by `python benchmarks/scan_levels.py`. {machine}, {cores} cores, JAX {jax}, float32.
+Written by `python benchmarks/scan_levels.py --write`. {machine}, {cores} cores, JAX {jax}, float32.
 
 The gradient of {steps:,} steps of a state of {width} numbers, each of which stores 15 such states.
 Evaluations of each step, temporaries, and medians of {rounds} turns in one process.
@@ -90,6 +90,8 @@ def evaluations(sizes):
 
 
 def main():
+    given = page.arguments(__doc__).parse_args()
+    page.progress("compiling, then timing: half a minute")
     state = jnp.full(WIDTH, 0.3)
     compiled = [gradient(body, STEPS, sizes).lower(state).compile() for sizes in chunk_sizes(STEPS)]
     times = [[] for _ in compiled]
@@ -116,8 +118,7 @@ def main():
         text += (
             f"| {levels} | {shown} | {evaluations(few):.1f} | {memory:.2f} | {milliseconds:.0f} |\n"
         )
-    stamp.write(RESULTS, text)
-    print(text)
+    page.finish(RESULTS, text, write=given.write)
 
 
 if __name__ == "__main__":

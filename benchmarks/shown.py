@@ -3,8 +3,8 @@
 
     python benchmarks/shown.py
 
-writes the marked part of README.md, the picture of memory and tables in ``docs/_parts``.
-``python -m tox -e bench`` ends with it, and a test fails if one of them differs from the results.
+writes the marked part of README.md, the picture of memory and tables in ``docs/_parts``. Benchmarks
+with ``--write`` end with it, and a test fails if one of them differs from the results.
 Only the standard library is needed, so that the build of the documentation can use it.
 """
 
@@ -22,7 +22,6 @@ README = HERE.parent / "README.md"
 FIGURE = HERE.parent / "docs" / "_static" / "memory.svg"
 DOCS_PARTS = HERE.parent / "docs" / "_parts"
 BEGIN, END = "<!-- results: figures -->", "<!-- end -->"
-MEMORY = "python -m tox -e bench -- benchmarks --memory"
 
 # The rows of the summary: gradients, at lengths that no chunk divides.
 ROWS = [
@@ -36,7 +35,7 @@ _SPACE = "\N{NO-BREAK SPACE}"  # in the narrow columns of a phone, a number keep
 
 
 def document(platform: str = "cpu") -> dict[str, Any]:
-    """Everything that `python -m tox -e bench` measured."""
+    """Everything that `python benchmarks` measured."""
     return json.loads((RESULTS / f"{platform}.json").read_text(encoding="utf-8"))
 
 
@@ -71,18 +70,27 @@ def stamps(platform: str = "cpu") -> dict[str, Stamp]:
 
 
 def older() -> list[str]:
-    """The results that are older than the code, in words.
+    """The names of the results that are older than the code."""
+    return [name for name, stamp in stamps().items() if stamp.is_older()]
 
-    The build prints them and goes on: to measure all takes hours of an idle machine, so that
-    otherwise no change of the code could be built. The pages say when each was measured.
+
+def say_older() -> None:
+    """Print how many results are older than the code.
+
+    The build goes on: to measure all takes hours of an idle machine, so that otherwise no change of
+    the code could be built. The pages say when each was measured.
     """
-    return [f"{name}: {stamp}" for name, stamp in stamps().items() if stamp.is_older()]
+    if names := older():
+        print(
+            f"{len(names)} results were measured before the code changed; docs/benchmarks.md lists"
+        )
+        print("them, docs/README.md says why that is no error.")
 
 
 def command(name: str) -> str:
-    """The command that a file of results says it was written by."""
+    """The command that a file of results says it was written by, without ``--write``."""
     text = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
-    return re.search(r"Written by `([^`]+)`", text)[1]
+    return re.search(r"Written by `([^`]+)`", text)[1].removesuffix(" --write")
 
 
 def megabytes(size: float) -> str:
@@ -100,7 +108,7 @@ def megabytes(size: float) -> str:
 
 
 def figures() -> str:
-    """What rankax saves, in four figures, each with the command that found it."""
+    """What rankax saves, in four figures, and the command for each."""
     items, _ = curve("rankax")[-1]
     own, whole, mapped = (
         megabytes(curve(peer)[-1][1]) for peer in ("rankax", "jax.vmap", "lax.map")
@@ -123,16 +131,34 @@ def figures() -> str:
     lanes, best, at_once = (f"{float(ms):,.0f} ms" for ms in [*loops.values()][:1:-1])
     return f"""\
 * **Gradients.** The gradient of {items:,} eigenvalue problems, 1000 at once, needs **{own}** of
-  temporary memory. `jax.vmap` needs {whole}, `lax.map` {mapped}. `{MEMORY}`
+  temporary memory. `jax.vmap` needs {whole}, `lax.map` {mapped}.
 * **Pairs on a CPU.** A sum over 10,000 × 10,000 pairs takes **{both} ms** on two cores, with
-  `devices="all"`. KeOps takes {keops} ms. `{command("reductions")}`
+  `devices="all"`. KeOps takes {keops} ms.
 * **Pairs on a GPU.** The gradient of the smallest of 100,000 squared distances, for each of
-  100,000 points, takes an H200 **{timed["rankax"]} ms**, and **{gpu["rankax"]}** of temporary
-  memory. `jax.vmap` takes {timed["`jax.vmap`, ms"]} ms, and {gpu["jax.vmap"]}.
-  `{command("gpu-first")}`, `{command("h100-compiled")}`
+  100,000 points, takes an H200 **{timed["rankax"]} ms**. `jax.vmap` takes {timed["`jax.vmap`, ms"]}
+  ms. Compiled for an H100, it needs **{gpu["rankax"]}** of temporary memory. `jax.vmap` needs
+  {gpu["jax.vmap"]}.
 * **Loops of different lengths.** {loops["items"]} oscillators with adaptive steps take **{lanes}**
   of processor time, with `lockstep=False`. `jax.vmap` takes {at_once}, `lax.map` {best}.
-  `{command("lockstep")}`"""
+
+Measured with JAX {_jax("cpu.json, cases")}, on the H200 with JAX {_jax("gpu-first.md")}. In a
+clone, each command prints what your machine finds, beside these figures:
+
+```bash
+# Gradients
+python benchmarks --memory
+# Pairs on a CPU, with KeOps if it is installed
+python benchmarks/reductions.py sum
+# Pairs on a GPU
+python benchmarks/gpu.py
+# Loops of different lengths
+python benchmarks/lockstep.py oscillator
+```"""
+
+
+def _jax(result: str) -> str:
+    """The version of JAX of a result, without its last number."""
+    return ".".join(stamps()[result].jax.split(".")[:2])
 
 
 # Other parts of the pages.
@@ -186,7 +212,7 @@ def on_gpu() -> str:
         for row in table("h100-compiled")
     }
     lines = [
-        "| | | `jax.vmap`: temporaries | rankax, default: temporaries | launches | predicted |",
+        "| | | `jax.vmap`: temporaries | rankax, default: temporaries | launches | at least |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for (name, mode, way), row in rows.items():
@@ -306,7 +332,7 @@ def main() -> None:
     for name, part in FILES.items():
         (DOCS_PARTS / f"{name}.md").write_text(part(), encoding="utf-8")
     print("wrote README.md, docs/_static/memory.svg and docs/_parts")
-    print(*(f"older than the code: {words}" for words in older()), sep="\n")
+    say_older()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What a kernel costs from disk to disk: beside memory, beside a bare loop, and in memory.
 
-``python benchmarks/stream.py`` writes ``benchmarks/results/stream.md``:
+    python benchmarks/stream.py
 
 * a kernel that computes much, streamed, beside the same kernel on arrays in memory;
 * a kernel that computes little, beside a loop that reads, copies and writes the same blocks, and
@@ -21,13 +21,16 @@ import tempfile
 import time
 from pathlib import Path
 
+import page
+
+if __name__ == "__main__":
+    page.needs("zarr")
 import jax
 import jax.numpy as jnp
 import numpy as np
 import zarr
 
 import rankax.stream
-import stamp
 from rankax import auto_vmap
 from rankax.stream._job import prepared
 
@@ -49,11 +52,13 @@ def light(x):
 
 
 def main():
+    given = page.arguments(__doc__).parse_args()
+    page.progress("two minutes, and 3 GB of disk for a while")
     with tempfile.TemporaryDirectory() as folder:
         lines = [
             "# Streams",
             "",
-            "Written by `python -m tox -e bench -- benchmarks/stream.py`. "
+            "Written by `python benchmarks/stream.py --write`. "
             f"jax {jax.__version__}, zarr {zarr.__version__}, {jax.default_backend()}, float32, "
             f"`memory_limit` {LIMIT // 10**6} MB. Medians of {TURNS} turns in one process.",
             "",
@@ -64,8 +69,7 @@ def main():
             *memory(Path(folder)),
         ]
     text = "\n".join(lines) + "\n"
-    print(text)
-    stamp.write(Path(__file__).parent / "results" / "stream.md", text)
+    page.finish(page.RESULTS / "stream.md", text, write=given.write)
 
 
 def in_turns(contestants, out):

@@ -3,25 +3,23 @@
 
     python benchmarks/tile_sizes.py
 
-writes ``benchmarks/results/tile-sizes.md``: for the kernels of ``tile_kernels.py`` and of
+for the kernels of ``tile_kernels.py`` and of
 ``held_out.py``, forward and gradient, how fast the default tile is beside the best one. One core,
 in half an hour. The contestants of a row take turns, and medians are compared: of processor times,
 which other processes on that core change little. Freed memory is kept (``allocator.py``).
 """
 
-import argparse
 import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import jax
 
 import allocator
-import stamp
+import page
 from rankax import auto_vmap
 from rankax.core.plan.schedule import Tiles
 
@@ -32,7 +30,7 @@ from held_out import HELD_OUT, NEWER
 from tile_kernels import TRAINING, Case
 from tiles import compiled, mean, medians
 
-RESULTS = Path(__file__).parent / "results" / "tile-sizes.md"
+RESULTS = page.RESULTS / "tile-sizes.md"
 CHUNK = 4096
 TILES = tuple(4**n for n in range(7))
 MODES = ("forward", "gradient")
@@ -147,11 +145,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="kernels whose name begins so; write nothing")
+    parser = page.arguments(__doc__)
+    parser.add_argument("--only", help="kernels whose name begins so")
     parser.add_argument("--seconds", type=float, default=1, help="for each row")
-    parser.add_argument("--held-out", action="store_true", help="only those; write nothing")
+    parser.add_argument("--held-out", action="store_true", help="only those")
     given = parser.parse_args()
+    if given.write and (given.only or given.held_out):
+        parser.error("--write is for all kernels: without --only and --held-out")
     rows: Rows = {}
     for case in [*([] if given.held_out else TRAINING), *HELD_OUT]:
         if given.only and not case.name.startswith(given.only):
@@ -159,15 +159,12 @@ def main() -> None:
         for mode in MODES:
             rows[case.name, mode] = row = timed(case, mode, given.seconds)
             tiles = ", ".join(f"{tile} {own * 1e3:.2f}" for tile, own in row.tiles.items())
-            print(
+            page.progress(
                 f"{case.name}, {mode}, ms: {tiles}; default ({row.default_tile}) "
                 f"{row.default * 1e3:.2f}, jax.vmap {row.vmap * 1e3:.2f}",
-                flush=True,
             )
-    text = report(rows, f"python benchmarks/tile_sizes.py --seconds {given.seconds:g}")
-    print(text)
-    if not given.only and not given.held_out:
-        stamp.write(RESULTS, text)
+    text = report(rows, f"python benchmarks/tile_sizes.py --seconds {given.seconds:g} --write")
+    page.finish(RESULTS, text, write=given.write)
 
 
 if __name__ == "__main__":

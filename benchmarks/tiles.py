@@ -3,12 +3,11 @@
 
     python benchmarks/tiles.py
 
-writes ``benchmarks/results/tiles.md``. Eleven kernels, forward and gradient. The contestants of a
+Eleven kernels, forward and gradient. The contestants of a
 row take turns, and medians are compared, so that a machine that is busy for a while slows all.
 Freed memory is kept (``allocator.py``).
 """
 
-import argparse
 import math
 import os
 import random
@@ -16,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import allocator
+import page
 import shown
-import stamp
 from rankax import auto_vmap
 from rankax.core.plan.schedule import Tiles
 
@@ -38,7 +36,7 @@ if __name__ == "__main__":  # before the kernels make arrays
         jax.config.update("jax_num_cpu_devices", os.cpu_count())
 from tile_kernels import CASES, Case
 
-RESULTS = Path(__file__).parent / "results" / "tiles.md"
+RESULTS = page.RESULTS / "tiles.md"
 CHUNK = 4096
 MAP_SIZES = (4, 16, 64, 256, 1024, 4096)
 
@@ -63,7 +61,7 @@ def contestants(case: Case, inputs: Any, gradient: bool, seconds: float) -> dict
     devices = "all" if jax.local_device_count() > 1 else None
     kernel = auto_vmap(*map(len, case.cores), jit=True, chunk_size=CHUNK, devices=devices)(case.fun)
     tuned = kernel.tune(*inputs, memory_limit="50%", gradient=gradient, seconds=seconds)
-    print(tuned.tuning, flush=True)
+    page.progress(tuned.tuning)
     options = tuned.tuning.options
     found = {
         "jax.vmap": compiled(jax.vmap(case.fun), inputs, gradient),
@@ -170,13 +168,15 @@ def report(rows: dict[tuple[str, str], dict[str, float]], command: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="kernels whose name begins so; write nothing")
+    parser = page.arguments(__doc__)
+    parser.add_argument("--only", help="kernels whose name begins so")
     parser.add_argument("--seconds", type=float, default=3, help="for each row")
     parser.add_argument("--tuning", type=float, default=5, help="seconds to tune each row")
     parser.add_argument("--one-core", action="store_true", help="where jax.vmap has no second one")
-    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file to write")
+    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file of results")
     given = parser.parse_args()
+    if given.only and given.write:
+        parser.error("--write is for all kernels: without --only")
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for case in CASES:
         if given.only and not case.name.startswith(given.only):
@@ -186,16 +186,14 @@ def main() -> None:
             runs = contestants(case, inputs, mode == "gradient", given.tuning)
             rows[case.name, mode] = row = row_of(medians(runs, inputs, given.seconds))
             times = ", ".join(f"{name} {t * 1e3:.1f}" for name, t in row.items())
-            print(f"{case.name}, {mode}: {times}", flush=True)
+            page.progress(f"{case.name}, {mode}: {times}")
     command = f"python benchmarks/tiles.py --seconds {given.seconds:g} --tuning {given.tuning:g}"
     command += f" --results {given.results}"
     command += " --one-core" if given.one_core else ""
+    command += " --write"
     text = report(rows, command)
-    print(text)
-    if given.only:
-        return
-    stamp.write(RESULTS.with_stem(given.results), text)
-    if given.results == RESULTS.stem:
+    page.finish(RESULTS.with_stem(given.results), text, write=given.write)
+    if given.write and given.results == RESULTS.stem:
         shown.main()
 
 

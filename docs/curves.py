@@ -315,7 +315,7 @@ def _without_sections(text):
 SECTIONS = (
     *("cpu", "cpu-math", "flags", "gpu-first", "h100-compiled", "jacobians", "lockstep"),
     "ragged",
-    *("reductions", "scan_levels", "tiles", "tiles-one-core"),
+    *("labels", "reductions", "scan_levels", "tiles", "tiles-one-core"),
 )
 UNSHOWN = ("tile-sizes",)  # about every kernel, for those who change the rule of tiles
 
@@ -326,4 +326,4 @@ def others(known=(*SECTIONS, *UNSHOWN)):
     for path in sorted(shown.RESULTS.glob("*.md")):
         if path.stem not in known:
             texts.append(_without_sections(path.read_text(encoding="utf-8")))
-    return Markdown("\n\n".join(texts) or "None were measured yet on several devices, or on a GPU.")
+    return Markdown("\n\n".join(texts) or "All results have a section above.")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Benchmarks: ``hlo.py`` reads what a program does; ``gpu.py`` runs, with sizes for a CPU."""
+"""Benchmarks: ``hlo.py`` reads what a program does; ``gpu.py`` runs, with sizes for a CPU.
+
+``page.py`` prints figures beside those of the pages, and a benchmark writes only if told to.
+"""
 
 import os
 import re
@@ -154,3 +157,98 @@ def test_the_first_minutes_on_a_gpu_at_small_sizes():
     assert run.stdout.startswith("Reductions over 100,000 x 100,000 pairs, in ms\n")
     assert [table.count("\n|") for table in tables] == [5, 2, 2, 3, 5, 31]
     assert "nan" not in run.stdout  # all programs ran, and none was out of memory
+
+
+@pytest.fixture
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import page
+
+    return page
+
+
+SHOWN = """\
+# Loops
+
+Written by `python benchmarks/loops.py --write`. x86_64,
+JAX 0.12.0.1.
+
+| kernel | items | ms |
+|---|---:|---:|
+| waves | 100 | **3.0** |
+| waves | 100 | 4.0 |
+| other | 7 | 1.0 |
+
+## Gradients
+
+| kernel | items | ms |
+|---|---:|---:|
+| waves | 100 | 9.0 |
+
+Measured on 2026-11-27 at commit ab9f870, with JAX 0.12.0.1. <!-- source: 3 -->
+"""
+FOUND = SHOWN.partition("Measured")[0].replace("3.0", "5.5").replace("| other | 7 | 1.0 |\n", "")
+
+
+def test_figures_stand_beside_those_of_the_page(page, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.10.2")
+    assert page.beside(FOUND, SHOWN).splitlines() == [
+        "# Loops",
+        "",
+        "kernel  items  ms",
+        "------  -----  ---------",
+        "waves   100    5.5 (3.0)",
+        "waves   100    4.0",
+        "",
+        "## Gradients",
+        "",
+        "kernel  items  ms",
+        "------  -----  ---",
+        "waves   100    9.0",
+        "",
+        "In brackets: what the pages show, if it differs. It is from `python benchmarks/loops.py "
+        "--write`. x86_64, JAX 0.12.0.1.",
+        "Measured on 2026-11-27 at commit ab9f870, with JAX 0.12.0.1.",
+        "JAX here: 0.10.2, another version. It compiles other programs, so that times and memory "
+        "may differ.",
+    ]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0.1")
+    assert page.beside(FOUND, SHOWN).endswith("JAX here: 0.12.0.1, the same.")
+    assert "(3.0)" not in page.beside(FOUND, "")
+    assert page.beside(FOUND, "").endswith(
+        "No page shows these figures. Measured with JAX 0.12.0.1."
+    )
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_result_is_written_only_if_told_to(page, write, tmp_path, capsys):
+    file = tmp_path / "loops.md"
+    file.write_text(SHOWN)
+    page.finish(file, FOUND, write=write)
+    assert "5.5 (3.0)" in capsys.readouterr().out
+    assert ("5.5" in file.read_text()) is write
+    assert "Written by" in file.read_text()
+
+
+def test_every_result_can_be_compared(page):
+    for file in page.RESULTS.glob("*.md"):
+        text = file.read_text(encoding="utf-8")
+        keys = [row.key for row in page._rows(text)]
+        assert len(keys) == len(set(keys)) > 0
+        assert "--write`" in text
+
+
+def test_each_benchmark_of_a_result_takes_write(page):
+    for file in page.RESULTS.glob("*.md"):
+        (name,) = re.findall(r"Written by `python benchmarks(/\w+\.py)?", file.read_text("utf-8"))
+        text = (BENCHMARKS / (name[1:] or "__main__.py")).read_text(encoding="utf-8")
+        assert "page.arguments(__doc__)" in text, name
+
+
+def test_a_case_that_is_unknown_is_named():
+    lockstep = [sys.executable, str(BENCHMARKS / "lockstep.py")]
+    shown = subprocess.run([*lockstep, "--help"], capture_output=True, text=True, check=True)
+    assert "python benchmarks/lockstep.py oscillator" in shown.stdout
+    run = subprocess.run([*lockstep, "nobody"], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "no case 'nobody': the cases are escape, oscillator, " in run.stderr

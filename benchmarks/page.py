@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""What a benchmark prints: its figures, and in brackets those that the pages show.
+
+A benchmark writes only with ``--write``. Until then its tables go to the standard output, beside
+those in its file of results, and what it does meanwhile to the standard error.
+
+A row is found by its cells in the columns that identify it, whose rule is ``---``. Columns of
+what was measured are set right, ``---:``, or are words, ``:---``.
+
+Only the standard library is needed.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import stamp
+
+RESULTS = Path(__file__).parent / "results"
+INSTALL = "python -m pip install -U pip && python -m pip install . --group bench"
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """Return a parser with ``--write``; its help is the docstring of the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results, which the pages show"
+    )
+    return parser
+
+
+def needs(*modules: str) -> None:
+    """End the program with words if a package that it compares with is not installed."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    if absent:
+        sys.exit(f"{Path(sys.argv[0]).name} needs {', '.join(absent)}, in a clone: {INSTALL}")
+
+
+def progress(*words: object) -> None:
+    """Say what was done so far: on the standard error, at once."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+def finish(path: Path, text: str, *, write: bool) -> None:
+    """Print tables beside those of the file; write it if told to."""
+    page = path.read_text(encoding="utf-8") if path.exists() else ""
+    print(beside(text, page))
+    if write:
+        stamp.write(path, text)
+        progress(f"wrote {path.name}")
+
+
+def beside(text: str, page: str) -> str:
+    """Return the text, with the figures of the page in brackets where they are others."""
+    were = {row.key: dict(row.cells) for row in _rows(page)}
+    tables: dict[int, list[list[str]]] = {}
+    lines = _without_origin(text).rstrip().splitlines()
+    for row in _rows("\n".join(lines)):
+        old = were.get(row.key, {})
+        cells = [_beside(cell, old.get(column, "")) for column, cell in row.cells]
+        tables.setdefault(row.begin, [[column for column, _ in row.cells]]).append(cells)
+    for begin, (head, *body) in tables.items():
+        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+        rule = ["-" * width for width in widths]
+        for number, cells in enumerate((head, rule, *body), begin):
+            padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            lines[number] = "  ".join(padded).rstrip()
+    return "\n".join([*lines, "", *_footer(page)])
+
+
+def _beside(cell: str, old: str) -> str:
+    return f"{cell} ({old})" if old and old != cell else cell
+
+
+class _Row(NamedTuple):
+    begin: int  # the line of the head of its table
+    key: tuple[object, ...]
+    cells: list[tuple[str, str]]  # beside their columns
+
+
+def _rows(text: str) -> Iterator[_Row]:
+    """The rows of all tables; equal identities below one heading are told apart by their order."""
+    section, head, rule, begin = "", [], [], 0
+    seen: Counter[object] = Counter()
+    for number, line in enumerate(text.splitlines()):
+        if line.startswith("## "):
+            section = line
+        if not line.startswith("|"):
+            head = rule = []
+            continue
+        cells = [cell.strip(" *") for cell in line.strip()[1:-1].split("|")]
+        if not head:
+            head, begin = cells, number
+        elif not rule:
+            rule = cells
+        else:
+            named = list(zip(head, cells, strict=True))
+            key = section, *(name for name, kind in zip(named, rule, strict=True) if kind == "---")
+            yield _Row(begin, (key, seen[key]), named)
+            seen[key] += 1
+
+
+def _without_origin(text: str) -> str:
+    """Leave out the paragraph that says which command wrote the file."""
+    return re.sub(r"(?ms)^Written by .*?\n(\n|\Z)", "", text)
+
+
+def _footer(page: str) -> Iterator[str]:
+    here = importlib.metadata.version("jax")
+    if not page:
+        yield f"No page shows these figures. Measured with JAX {here}."
+        return
+    origin = re.search(r"(?ms)^Written by (.*?)(\n\n|\Z)", page)[1]
+    measured = re.findall(r"Measured on .*? with JAX (\S+)\.", page)
+    yield f"In brackets: what the pages show, if it differs. It is from {' '.join(origin.split())}"
+    yield from re.findall(r"(?m)^.*Measured on .*? with JAX \S+\.", page)
+    if set(measured) == {here}:
+        yield f"JAX here: {here}, the same."
+    else:
+        yield (
+            f"JAX here: {here}, another version. It compiles other programs, so that times and "
+            "memory may differ."
+        )
