@@ -132,8 +132,7 @@ class Options:
         set_field = functools.partial(object.__setattr__, self)
         if self.where is not None and self.reduce is not None:
             set_field("reduce", self.reduce.of_items(self.where))
-        is_bounded = self.memory_limit is not None or not self.lockstep
-        if self.chunk_size == AUTO and (self.reduce is None or is_bounded):
+        if self.chunk_size == AUTO and (self.reduce is None or not self.lockstep):
             set_field("chunk_size", None)
 
     @functools.cached_property

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
 import functools
+import inspect
 import math
 from collections import Counter
 
@@ -20,7 +21,7 @@ from helpers import (
     slow,
     weekly,
 )
-from rankax import chunked_vmap
+from rankax import chunked_hessian, chunked_jacfwd, chunked_jacrev, chunked_reduce, chunked_vmap
 from scan_cases import assert_same_weak_types
 from situations.plain import item_by_item
 
@@ -693,3 +694,12 @@ def test_errors_name_arguments_as_the_kernel_does():
     assert text.startswith("chunked_vmap(tagged): rest[0] lacks the axis")
     without_signature = refusal(ValueError, chunked_vmap(max, 2), FIVE, FIVE[:4])
     assert "\n  > args[1]  (4,)   0     4" in without_signature
+
+
+def test_jit_is_refused_with_what_to_write():
+    for function in (chunked_vmap, chunked_reduce, chunked_jacfwd, chunked_jacrev, chunked_hessian):
+        with pytest.raises(TypeError) as refused:
+            function(jnp.sum, jit=True)
+        name = function.__name__
+        assert str(refused.value) == f"{name}: there is no option jit; write jax.jit({name}(...))"
+        assert "jit" not in inspect.signature(function).parameters

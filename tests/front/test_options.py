@@ -176,13 +176,13 @@ def test_wrong_options_are_refused_at_once(give, error, text):
 
 def test_memory_is_measured_anew_for_other_options(monkeypatch):
     measured = []
-    fit_chunk = rankax.ext.memory.limit.fit_chunk
+    fit_of = rankax.ext.memory.limit.fit_of
 
     def recorded(*args):
         measured.append(args)
-        return fit_chunk(*args)
+        return fit_of(*args)
 
-    monkeypatch.setattr("rankax.ext.memory.limit.fit_chunk", recorded)
+    monkeypatch.setattr("rankax.ext.memory.limit.fit_of", recorded)
     limited = norm.with_options(memory_limit=10**6, chunk_size=3)
     for devices in (None, 1, None):
         limited.with_options(devices=devices).plan(X)

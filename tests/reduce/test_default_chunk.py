@@ -59,10 +59,28 @@ def test_the_plan_shows_it():
     kernel, _ = pairs("sum")
     plan = kernel.plan(POINTS[:, None], POINTS)
     assert 1 < plan.in_flight <= 1024
-    assert "bounded by default; memory_limit= may take more, chunk_size=None takes all" in str(plan)
-    limit = {"memory_limit": "1 MB", "checkpoint": False}
-    for bound in ({"chunk_size": 1000}, {"chunk_size": None}, limit):
-        assert "by default" not in str(kernel.with_options(**bound).plan(POINTS[:, None], POINTS))
+    assert "bounded by default; chunk_size=None takes all" in str(plan)
+    for size in (1000, None):
+        other = kernel.with_options(chunk_size=size).plan(POINTS[:, None], POINTS)
+        assert "by default" not in str(other)
+
+
+def test_a_limit_that_the_default_fits_changes_nothing():
+    """With as many items as the limit allows, a sum of pairs took nine times as long."""
+    kernel, _ = pairs("sum")
+    args = POINTS[:, None], POINTS
+    default = kernel.plan(*args)
+    limited = kernel.with_options(memory_limit="1 GB")
+    plan = limited.plan(*args)
+    assert (plan.in_flight, plan.levels) == (default.in_flight, default.levels)
+    assert plan.memory.gradient <= plan.memory.limit
+    assert "bounded by default; chunk_size=None takes as many as fit the limit" in str(plan)
+    assert limited.with_options(chunk_size=None).plan(*args).steps == 1
+    small = limited.with_options(
+        memory_limit=max(plan.memory.gradient, plan.memory.forward) - 1
+    ).plan(*args)
+    assert small.in_flight < default.in_flight
+    np.testing.assert_allclose(limited(*args), kernel(*args), rtol=1e-6)
 
 
 def test_a_scope_and_options_override_it():

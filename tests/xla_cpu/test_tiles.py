@@ -178,6 +178,7 @@ def test_what_the_plan_shows_is_what_runs():
         assert (plan.in_flight, plan.steps) == (20, 50)
         assert steps(each, x) == loops
     assert "axis 0: 50 chunks of 20 over 1000, mapping points" in str(kernel.plan(x))
+    assert "chunk_size=500 is cut into tiles of 20, which stay in the cache" in str(kernel.plan(x))
     assert steps(chunked_vmap(distances, 500), x) == [50]
     assert steps(chunked_reduce(distances, "sum", 500), x) == groups
 

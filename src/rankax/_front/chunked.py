@@ -17,12 +17,14 @@ from rankax.call.axes import AxisMap
 from rankax.core.base.messages import (
     check_callable,
     function_name,
+    refuses_jit,
 )
 from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import Reduce, read_reductions
 from rankax.pipeline import evaluate
 
 
+@refuses_jit
 def chunked_vmap(
     fun: Callable[..., Any],
     chunk_size: int | None,
@@ -173,6 +175,7 @@ def chunked_vmap(
     return function_of_batches(axes, given)
 
 
+@refuses_jit
 def chunked_reduce(
     fun: Callable[..., Any],
     reduce: Reduce,

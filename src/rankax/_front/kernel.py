@@ -457,11 +457,12 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     ------
     chunk_size : int, "auto" or None, default "auto"
         Maximum number of evaluations in flight, over all batch axes together. None: no bound.
-        ``"auto"``: no bound for a map; with ``reduce``, as many as have their values in the cache.
+        ``"auto"``: no bound for a map; with ``reduce``, as many as have their values in the cache
+        of a CPU, or store 256 MiB of them on a GPU. See :doc:`/howto/gpu`.
     memory_limit : int or str, optional
         Bytes, ``"2 GB"``, or ``"50%"`` of the free memory. A chunk size is chosen whose temporary
-        memory, forward and in gradients, fits the limit. With ``chunk_size``, the smaller bound
-        counts. See :doc:`/howto/chunk_size`.
+        memory, forward and in gradients, fits the limit. With ``chunk_size``, also that of a
+        reduction by default, the smaller bound counts. See :doc:`/howto/chunk_size`.
     checkpoint : bool, optional
         Recompute each chunk in the reverse pass instead of storing the intermediate values of all
         chunks. None: store them only if they stay within a ``memory_limit``, and cost more to
@@ -575,7 +576,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     Notes
     -----
     *Cost.* Binding and planning take about twenty microseconds per call, and no time in a compiled
-    program. The kernel is traced once per call.
+    program. The kernel is traced once per call; with ``jit=True``, once for each program that is
+    compiled.
 
     *Blocks.* With dask or cubed arrays, the result is one, too, and nothing is computed yet: see
     :doc:`/howto/named`.

@@ -24,7 +24,14 @@ from rankax._options import given_options
 from rankax.call.axes import AxisMap
 from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, zeros_of
 from rankax.core.base.cache import Kept
-from rankax.core.base.messages import argument_names, function_name, listed, noted_errors, plural
+from rankax.core.base.messages import (
+    argument_names,
+    function_name,
+    listed,
+    noted_errors,
+    plural,
+    refuses_jit,
+)
 from rankax.core.base.trees import leaves_with_names, type_name
 from rankax.core.loop.loop import as_varying, varying_axes
 from rankax.core.reduce.protocol import EachLeaf, Reduction
@@ -271,6 +278,7 @@ def _like(block: Any, aval: Any) -> jax.Array:
     return as_weak(block.astype(aval.dtype), aval)
 
 
+@refuses_jit
 def chunked_jacfwd(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -375,6 +383,7 @@ def chunked_jacfwd(
     return _jacobian("chunked_jacfwd", transform, fun, has_aux, reduce, **memory, **others)
 
 
+@refuses_jit
 def chunked_jacrev(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -448,6 +457,7 @@ def chunked_jacrev(
     return _jacobian("chunked_jacrev", transform, fun, has_aux, reduce, **memory, **others)
 
 
+@refuses_jit
 def chunked_hessian(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

@@ -13,9 +13,12 @@ import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def plural(count: int, noun: str) -> str:
@@ -214,6 +217,19 @@ def check_bool(value: Any, site: str, name: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{site}: {name} must be True or False, got {value!r}")
     return value
+
+
+def refuses_jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wrap a function that returns another one: an option ``jit`` is refused with what to write."""
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if "jit" in kwargs:
+            name = function.__name__
+            raise TypeError(f"{name}: there is no option jit; write jax.jit({name}(...))")
+        return function(*args, **kwargs)
+
+    return called
 
 
 def check_callable(value: Any, site: str, name: str) -> None:

@@ -86,7 +86,13 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     options, jaxpr = call.options, call.item.closed.jaxpr
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
-        notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
+        is_limited = options.memory_limit is not None
+        rest = "as many as fit the limit" if is_limited else "all"
+        notes.append(f"bounded by default; chunk_size=None takes {rest}")
+    is_cut = options.on_cpu and options.lockstep and options.reduce is None
+    if is_cut and plan.steps > 1 and options.most and 2 * plan.in_flight <= options.most:
+        size = f"chunk_size={options.most}"
+        notes.append(f"{size} is cut into tiles of {plan.in_flight}, which stay in the cache")
     notes += once.notes(call.apart.hoisted, plan) if call.apart else []
     notes += _notes_of_masks(call)
     notes += devices.notes(call.place, options)

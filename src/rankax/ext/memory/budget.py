@@ -170,8 +170,19 @@ def fit_chunk(
         # Both are always measured. A chunk that the compiler fuses may need less than one item.
         least = min(cost.most, measured[first].most)
         raise TooLargeError(_too_much(cost, least, limit, site))
-    found = MemoryFit(limit, low, cost.forward, cost.gradient, no_gradient=cost.no_gradient)
-    return dataclasses.replace(found, cotangents=cost.cotangents)
+    return fit_of(cost, limit, low)
+
+
+def fit_of(cost: Cost, limit: int, chunk_size: int) -> MemoryFit:
+    """Return a chunk size with its cost, which is within the limit."""
+    return MemoryFit(
+        limit,
+        chunk_size,
+        cost.forward,
+        cost.gradient,
+        no_gradient=cost.no_gradient,
+        cotangents=cost.cotangents,
+    )
 
 
 def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:

@@ -39,6 +39,7 @@ from rankax.ext.memory.budget import (
     MemoryFit,
     TooLargeError,
     fit_chunk,
+    fit_of,
     limit_in_bytes,
     shown_bytes,
 )
@@ -110,11 +111,16 @@ def fit_to_limit(
 
     def fit() -> MemoryFit:
         limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
-        settings: Any = sizes, min(options.most or total, total), limit, site
+        most = min(options.most or total, total)
+        settings: Any = sizes, most, limit, site
         share = max(limit // _LARGE, _LEAST_LARGE)
         is_large = [has_tangent(x) and bytes_of_type(x) > share for x in jax.tree.leaves(shapes)]
         try:
-            found = fit_chunk(measure, *settings)
+            bound = measure(most) if options.most else None
+            if bound and bound.most <= limit:
+                found = fit_of(bound, limit, most)
+            else:
+                found = fit_chunk(measure, *settings)
         except TooLargeError:
             if measure(1).gradient is None or not any(is_large):
                 raise
