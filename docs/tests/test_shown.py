@@ -273,3 +273,13 @@ def test_each_figure_of_the_benchmarks_names_its_command():
     figures = re.findall(r"curves\.drawn\(\n    curves\..*\n    \".*\",\n\)\n```\n\n(.*)\n", page)
     assert len(figures) == page.count("curves.drawn(") >= 4
     assert all(line.startswith("`python benchmarks") for line in figures)
+
+
+def test_of_each_command_it_is_known_whether_it_runs_weekly(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests")
+    import commands
+
+    found = {command: commands.why_not(command) for command in commands.commands()}
+    assert {command for command, why in found.items() if why is None} == commands.SHORT
+    with pytest.raises(LookupError, match="a page has the command 'python new.py'"):
+        commands.why_not("python new.py")

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""Run the commands of README.md, of the front page and of the guides as written, in a new clone.
+
+    python tests/commands.py [WORDS]    # those that contain these words
+
+Those of more than a minute are asked for their help instead. `LONG` says which; a test fails if a
+page names another command. None may change a file of the clone.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/index.md", "docs/benchmarks.md", "docs/faq.md"]
+FOLDERS = ["docs/howto", "docs/coming"]
+MOST_SECONDS = 300  # on a busy machine; a minute on an idle one
+
+# What runs within a minute.
+SHORT = {
+    "python -m pip install .",
+    'python -m pip install ".[progress,dask]"',
+    "python -m pip install tox",
+    "python -m pip install -U pip",
+    "python -m rankax stream --help",
+    "python benchmarks --memory",
+    "python benchmarks/lockstep.py oscillator",
+    "python benchmarks/reductions.py sum",
+    "python benchmarks/scan_levels.py",
+    "python examples/cluster.py",
+}
+# Others, by what they begin with, and why they do not run here.
+LONG = {
+    "python benchmarks": "minutes, or a GPU: only --help",
+    "python -m tox -e": "an environment, which CI runs",
+    'python -m pip install . "jax[cuda13]"': "gigabytes of CUDA",
+    "python -m pip install . --group": "hundreds of megabytes",
+    'python -m pip install ".[warp]"': "tox -e fused",
+    "python3.13": "a Python of a name that is not everywhere",
+    "python -m rankax": "files of the page, which tests/stream has",
+}
+# Of these even the help needs what they compare with.
+NO_HELP = ("blocks.py", "jacobians.py", "stream.py")
+
+
+def commands() -> Iterator[str]:
+    """Yield each command of the pages once."""
+    paths = [ROOT / page for page in PAGES]
+    paths += [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
+    seen: set[str] = set()
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        blocks = re.findall(r"(?ms)^```bash\n(.*?)^```$", text)
+        lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+        for line in [*lines, *re.findall(r"`(python3?\S* [^`\n]+)`", text)]:
+            command = " ".join(line.partition("  #")[0].split())
+            if command.startswith("python") and command not in seen:
+                seen.add(command)
+                yield command
+
+
+def why_not(command: str) -> str | None:
+    """Say why a command does not run here; None if it does.
+
+    Raises
+    ------
+    LookupError
+        If nobody has said yet how long it takes.
+    """
+    if command in SHORT:
+        return None
+    for begin, why in LONG.items():
+        if command.startswith(begin):
+            return why
+    raise LookupError(f"a page has the command {command!r}: is it in SHORT or LONG?")
+
+
+def main() -> None:
+    words = " ".join(sys.argv[1:])
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        clone, environment = Path(folder, "clone"), Path(folder, "venv")
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        venv.create(environment, with_pip=True)
+        for command in ["python -m pip install .", *commands()]:
+            why = why_not(command)
+            is_help = why is not None and re.match(r"python benchmarks(/\w+\.py)?\b", command)
+            if why and (not is_help or command.split()[1].endswith(NO_HELP)):
+                print(f"     -  {command}: {why}", flush=True)
+                continue
+            run = f"{' '.join(command.split()[:2])} --help" if is_help else command
+            if words not in run and run != "python -m pip install .":
+                continue
+            seconds, problem = tried(run, clone, environment)
+            print(f"{seconds:4.0f} s  {run}{problem and f': {problem}'}", flush=True)
+            failed += [run] if problem else []
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def tried(command: str, clone: Path, environment: Path) -> tuple[float, str]:
+    """Return how long a command takes, and what is wrong, if anything."""
+    binaries = shlex.quote(str(environment / "bin"))
+    line = ["bash", "-c", f"export PATH={binaries}:$PATH; {command}"]
+    begin, problem = time.perf_counter(), ""
+    try:
+        run = subprocess.run(
+            line, cwd=clone, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return MOST_SECONDS, f"more than {MOST_SECONDS} s"
+    seconds = time.perf_counter() - begin
+    status = ["git", "status", "--porcelain", "benchmarks", "docs", "README.md", "src"]
+    changed = subprocess.run(status, cwd=clone, capture_output=True, text=True, check=True).stdout
+    is_figure = command.startswith("python benchmarks") and "--help" not in command
+    if run.returncode:
+        problem = f"exit {run.returncode}: {(run.stderr or run.stdout)[-2000:]}"
+    elif changed:
+        problem = f"changed {changed}"
+    elif is_figure and "In brackets: what the pages show" not in run.stdout:
+        problem = "prints no figure of a page"
+    return seconds, problem
+
+
+if __name__ == "__main__":
+    main()
