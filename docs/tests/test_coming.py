@@ -183,3 +183,10 @@ def test_numpy_and_numba():
     want = np.array([[here["gap"](row[0], other) for other in y[:9]] for row in x[:4]])
     assert_same(here["by_rankax"](x[:4], y[:9]), want)
     assert_same(here["by_numba"](x[:4], y[:9]), want)
+
+
+def test_laplacians_are_those_of_each_sample():
+    space = page("folx_asdex")
+    want = [jnp.trace(jax.hessian(space["log_psi"])(x)) for x in space["samples"][:4]]
+    for way in ("by_rankax", "by_hessian", "forward_over_reverse"):
+        assert_same(space[way](space["samples"][:4]), jnp.stack(want), rtol=1e-3)
