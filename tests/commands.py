@@ -88,17 +88,18 @@ def main() -> None:
         clone, environment = Path(folder, "clone"), Path(folder, "venv")
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         venv.create(environment, with_pip=True)
-        for command in ["python -m pip install .", *commands()]:
+        for command in dict.fromkeys(["python -m pip install .", *commands()]):
             why = why_not(command)
             is_help = why is not None and re.match(r"python benchmarks(/\w+\.py)?\b", command)
             if why and (not is_help or command.split()[1].endswith(NO_HELP)):
-                print(f"     -  {command}: {why}", flush=True)
+                sys.stdout.write(f"     -  {command}: {why}\n")
                 continue
             run = f"{' '.join(command.split()[:2])} --help" if is_help else command
             if words not in run and run != "python -m pip install .":
                 continue
             seconds, problem = tried(run, clone, environment)
-            print(f"{seconds:4.0f} s  {run}{problem and f': {problem}'}", flush=True)
+            sys.stdout.write(f"{seconds:4.0f} s  {run}{problem and f': {problem}'}\n")
+            sys.stdout.flush()
             failed += [run] if problem else []
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

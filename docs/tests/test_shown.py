@@ -281,5 +281,5 @@ def test_of_each_command_it_is_known_whether_it_runs_weekly(monkeypatch):
 
     found = {command: commands.why_not(command) for command in commands.commands()}
     assert {command for command, why in found.items() if why is None} == commands.SHORT
-    with pytest.raises(LookupError, match="a page has the command 'python new.py'"):
+    with pytest.raises(LookupError, match=r"a page has the command 'python new\.py'"):
         commands.why_not("python new.py")
