@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import inspect
+import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
@@ -46,7 +48,7 @@ def stream(kernel: str, inputs: Any, *, plan_only: bool, **options: Any) -> None
     name in --out result.zarr/name. Several have the keys of the dict, the names of the fields or
     the numbers of the tuple. The command ends with a line that opens each of them.
     """
-    arrays = {name: _opened(value) for name, value in inputs}
+    arrays = {name: _opened(name, value) for name, value in inputs}
     if plan_only:
         prepared = importlib.import_module("rankax.stream._job").prepared
         job = prepared(_kernel(kernel), (), arrays, options["memory_limit"], kernel, {})
@@ -114,33 +116,67 @@ def _pair(argument: str) -> tuple[str, str]:
 def _shape(argument: str) -> tuple[str, jax.ShapeDtypeStruct]:
     name, value = _pair(argument)
     shape, _, dtype = value.partition(":")
-    sizes = tuple(int(size) for size in shape.split("x") if size)
-    return name, jax.ShapeDtypeStruct(sizes, np.dtype(dtype or "float32"))
+    try:
+        sizes = tuple(int(size) for size in shape.split("x") if size)
+        return name, jax.ShapeDtypeStruct(sizes, np.dtype(dtype or "float32"))
+    except (TypeError, ValueError):
+        like = f"{name}=100000x3, {name}=100000x3:int32 or, for a number, {name}="
+        raise argparse.ArgumentTypeError(f"{argument} must be like {like}") from None
 
 
 def _kernel(name: str) -> Any:
     """Import ``package.module:kernel``."""
+    module, _, wanted = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            error.add_note(f"{module} is looked for in {Path.cwd()}, and among installed packages")
+        raise
+    kernels = [key for key, value in vars(found).items() if hasattr(value, "with_options")]
+    if wanted and not hasattr(found, wanted.partition(".")[0]):
+        has = f"it has {', '.join(sorted(kernels))}" if kernels else "it has no kernel"
+        raise TypeError(f"{name} must be MODULE:KERNEL, and {module} has no {wanted!r}: {has}")
     kernel = pkgutil.resolve_name(name)
     if not hasattr(kernel, "with_options"):
         raise TypeError(f"{name} must be MODULE:KERNEL, decorated with rankax.auto_vmap")
     return kernel
 
 
-def _opened(value: str) -> Any:
+def _opened(name: str, value: str) -> Any:
     """Open an array in a file, or read a number."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(value)
     path = Path(value)
-    if path.suffix == ".npy":
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+    site, stem = f"--in {name}={value}", path.with_suffix("")
     for file in path.parents:
-        if file.suffix in (".h5", ".hdf5"):
+        if file.suffix in (".h5", ".hdf5") and file.exists():
             if importlib.util.find_spec("h5py") is None:
                 raise ImportError(f"{value} needs h5py: pip install h5py")
             return importlib.import_module("h5py").File(file, "r")[str(path.relative_to(file))]
+    if not path.exists():
+        raise FileNotFoundError(f"{site}: there is no such file in {Path.cwd()}")
+    if path.suffix == ".npy":
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (EOFError, ValueError) as error:
+            raise ValueError(f"{site}: numpy.save did not write this: {error}") from error
+    if path.suffix == ".npz":
+        names = ", ".join(np.load(path, allow_pickle=False).files)
+        raise ValueError(
+            f"{site}: an archive is not read block by block; it has {names}; in Python, "
+            f"numpy.save('{stem}.npy', numpy.load('{value}')['NAME'])"
+        )
+    if path.is_file():
+        raise ValueError(
+            f"{site}: must be a .npy file, an array of zarr or a data set of HDF5; of text, in "
+            f"Python, numpy.save('{stem}.npy', numpy.loadtxt('{value}', 'float32', delimiter=','))"
+        )
     return importlib.import_module("zarr").open_array(path, mode="r")
 
 
 if __name__ == "__main__":
+    # On a full disk, what zarr had begun would log hundreds of lines below the error.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     sys.exit(main())

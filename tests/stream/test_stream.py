@@ -648,7 +648,34 @@ def test_the_command_says_what_is_wrong(out, capsys):
     assert "argument --in: x must be NAME=VALUE, NAME being a parameter" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         shell(capsys, "plan", KERNEL, "x=3yx")
-    assert "argument NAME=SHAPE: invalid _shape value: 'x=3yx'" in capsys.readouterr().err
+    like = "x=100000x3, x=100000x3:int32 or, for a number, x="
+    assert f"argument NAME=SHAPE: x=3yx must be like {like}" in capsys.readouterr().err
     for words in (["math:sin"], ["stream_child", "x=3"]):
         text = f"{words[0]} must be MODULE:KERNEL, decorated with rankax.auto_vmap\n"
         assert shell(capsys, "plan", *words) == (1, text)
+    status, text = shell(capsys, "plan", "stream_child:nobody", "x=3")
+    assert status == 1
+    assert text.startswith("stream_child:nobody must be MODULE:KERNEL, and stream_child has no 'no")
+    assert "it has " in text
+    assert "both" in text
+    status, text = shell(capsys, "plan", "no.such:kernel", "x=3")
+    assert text.startswith("No module named 'no'\nno.such is looked for in ")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, out, capsys):
+    np.savez(tmp_path / "x.npz", one=np.ones(3), two=np.ones(3))
+    np.savetxt(tmp_path / "x.csv", np.ones((3, 3)), delimiter=",")
+    (tmp_path / "empty.npy").touch()
+    for name, words in {
+        "x.npz": "it has one, two; in Python, numpy.save(",
+        "x.csv": "numpy.loadtxt(",
+        "empty.npy": "numpy.save did not write this: ",
+        "none.npy": "there is no such file in ",
+        "none.zarr/x": "there is no such file in ",
+    }.items():
+        path = tmp_path / name
+        status, text = shell(capsys, "stream", KERNEL, "--in", f"x={path}", "--out", out)
+        assert status == 1
+        assert text.startswith(f"--in x={path}: ")
+        assert words in text
+        assert not out.exists()
