@@ -147,7 +147,7 @@ clone, each command prints what your machine finds, beside these figures:
 ```bash
 # Gradients
 python benchmarks --memory
-# Pairs on a CPU, with KeOps if it is installed
+# Pairs on a CPU (KeOps: if installed)
 python benchmarks/reductions.py sum
 # Pairs on a GPU
 python benchmarks/gpu.py

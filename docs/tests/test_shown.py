@@ -180,7 +180,7 @@ def test_commands_stand_alone_and_fit_a_phone():
         for before, commands in blocks:
             label = before.rstrip().splitlines()[-1]
             assert label.endswith((":", "."))
-            assert max(map(len, commands.splitlines())) <= 47  # at 390 pixels
+            assert max(map(len, commands.splitlines())) <= 41  # at 390 pixels
 
 
 def test_every_link_of_the_readme_leads_to_a_rendered_file():
