@@ -239,7 +239,7 @@ def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
     if apart is None or not memory.has_room(options, apart.bytes):
         return own, fitted or fit(own)
     own = own._replace(apart=apart)
-    return own, fit(own)
+    return own, fit(own)._replace(is_walked=True)  # lanes may have none but the hoisted loops
 
 
 def _item_of_lengths(own: Traced, *lengths: int) -> ItemProgram:

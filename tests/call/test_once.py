@@ -387,3 +387,21 @@ def test_a_piece_without_a_winner_gets_nothing_back(reduce):
     got = jax.grad(total)(y)
     assert got[1] > 0
     assert_same(got[jnp.asarray([0, 3])], jnp.zeros(2))
+
+
+@pytest.mark.parametrize("hoist", [True, False])
+def test_lanes_whose_only_loop_is_hoisted_have_a_reverse_pass(hoist):
+    def kernel(s, n, z):
+        def step(own):
+            return own[0] + 1, jnp.sin(own[1])
+
+        return jax.lax.while_loop(lambda own: own[0] < n, step, (0, s))[1] * z
+
+    s, n, z = jnp.arange(5.0), jnp.arange(5), jnp.arange(3.0)[:, None]
+    call = auto_vmap(0, 0, 0, lockstep=False, hoist=hoist)(kernel)
+    got = jax.grad(lambda s: jnp.sum(call(s, n, z)))(s)
+
+    def sine(s, n):
+        return s if n == 0 else jnp.sin(sine(s, n - 1))
+
+    assert_same(got, jnp.stack([3 * jax.grad(sine)(own, i) for i, own in enumerate(s)]), rtol=1e-5)
