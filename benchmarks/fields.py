@@ -2,14 +2,13 @@
 """Whole programs of four fields: `jax.vmap`, chunks by hand, and rankax.
 
     python benchmarks/fields.py            prints the table
-    python benchmarks/fields.py --write    writes ``benchmarks/results/fields.md``, too
+    python benchmarks/fields.py --write    writes ``benchmarks/results/fields.md``
 
 The programs are the cells of ``docs/howto/programs.md``, here at larger sizes. Results are compared
 first. Then the contestants take turns on one core, and medians of processor time are compared. The
 chains of the wave function are on two devices.
 """
 
-import argparse
 import ast
 import os
 import platform
@@ -28,7 +27,7 @@ os.environ["NETKET_ENABLE_X64"] = "0"
 import jax
 import numpy as np
 
-import stamp
+import page
 from shown import megabytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "programs.md"
@@ -173,8 +172,7 @@ def measure(title: str, turns: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
+    parser = page.arguments(__doc__)
     parser.add_argument("--only", help="one section, by its title; in this process")
     parser.add_argument("--turns", type=int, default=9)
     given = parser.parse_args()
@@ -182,13 +180,13 @@ def main() -> None:
         return measure(given.only, given.turns)
     table = [f"| | {' | '.join(CONTESTANTS)} |", "|---|---:|---:|---:|"]
     for title in SECTIONS:
+        page.progress(title)
         command = [sys.executable, __file__, "--only", title, "--turns", str(given.turns)]
         shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         table += [line for line in shown.splitlines() if line.startswith("|")]
-        print(shown, end="", flush=True)
-    if given.write:
-        head = HEAD.format(machine=platform.machine(), jax=jax.__version__, turns=given.turns)
-        stamp.write(RESULTS, "\n".join([head, *table, "", "<!-- end -->"]))
+    head = HEAD.format(machine=platform.machine(), jax=jax.__version__, turns=given.turns)
+    text = "\n".join([head, *table, "", "<!-- end -->"])
+    page.finish(RESULTS, text, write=given.write)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 """What is one item: a row or a pair, a gradient inside or outside, a sample or a bin.
 
     python benchmarks/items.py            prints the tables
-    python benchmarks/items.py --write    writes ``benchmarks/results/items.md``, too
+    python benchmarks/items.py --write    writes ``benchmarks/results/items.md``
 
 Processor time of one core, medians of turns; temporary memory is what the compiler reports.
 """
 
-import argparse
 import os
 import platform
 import statistics
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import stamp
+import page
 from rankax import auto_vmap
 from shown import megabytes
 
@@ -170,17 +169,18 @@ def table(name: str, turns: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
+    parser = page.arguments(__doc__)
     parser.add_argument("--only", choices=TABLES)
     parser.add_argument("--turns", type=int, default=15)
     given = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    tables = [table(name, given.turns) for name in ([given.only] if given.only else TABLES)]
-    print("\n\n".join(tables))
-    if given.write:
-        head = HEAD.format(machine=platform.machine(), jax=jax.__version__, turns=given.turns)
-        stamp.write(RESULTS, "\n\n".join([head.rstrip(), *tables]))
+    tables: list[str] = []
+    for name in [given.only] if given.only else TABLES:
+        page.progress(name)
+        tables.append(table(name, given.turns))
+    head = HEAD.format(machine=platform.machine(), jax=jax.__version__, turns=given.turns)
+    write = given.write and not given.only
+    page.finish(RESULTS, "\n\n".join([head.rstrip(), *tables]), write=write)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ def test_data_sets_of_hdf5(tmp_path, out, capsys):
 
 def test_hdf5_needs_h5py(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    Path("m.h5").touch()
     call = ["stream", "stream_child:both", "--out", tmp_path / "b.zarr", "--in", "x=m.h5/x"]
     assert shell(capsys, *call) == (1, "m.h5/x needs h5py: pip install h5py\n")
 

@@ -212,7 +212,10 @@ def check_outputs(fun: Callable[..., Any], out: Any) -> None:
 
 def check_no_sparse(fun: Callable[..., Any], out: Any) -> None:
     """Refuse an output that is a sparse matrix, of which only `jax.vmap` makes a batch."""
-    for path, node in leaves_with_names(out, "output", stops=is_sparse):
+    named: list[Any] = []
+    with contextlib.suppress(ValueError):  # of keys without an order: see `check_outputs`
+        named = leaves_with_names(out, "output", stops=is_sparse)
+    for path, node in named:
         if is_sparse(node):
             raise TypeError(
                 f"{function_location(fun)} returned a sparse matrix ({type(node).__name__}) at "

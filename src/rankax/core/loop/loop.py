@@ -735,6 +735,13 @@ def _scan(
     also if `jax.vmap` puts another one in front.
     Test: ``tests/xla_cpu/test_tiles.py``.
     """
+    if not is_known(steps):
+        numbered = [counted(steps, jnp.int32), *rows]
+        return lax.scan(lambda carry, own: step(carry, own[1:]), init, numbered)
+    pairs = zip(folds, init[1], strict=True)
+    alone = [x for fold, own in pairs if fold.has_slots for x in jax.tree.leaves(own)]
+    if not any(x.shape[-1:] == (1,) for x in alone):
+        return lax.scan(step, init, rows, steps)
     ones = [
         jax.tree.map(lambda x, fold=fold: fold.has_slots and x.shape[-1:] == (1,), own)
         for fold, own in zip(folds, init[1], strict=True)
@@ -754,11 +761,7 @@ def _scan(
         carry, row = step(whole(carry), own)
         return apart(carry), row
 
-    if is_known(steps):
-        carry, rows = lax.scan(packed, apart(init), rows, steps)
-    else:
-        numbered = [counted(steps, jnp.int32), *rows]
-        carry, rows = lax.scan(lambda carry, own: packed(carry, own[1:]), apart(init), numbered)
+    carry, rows = lax.scan(packed, apart(init), rows, steps)
     return whole(carry), rows
 
 
