@@ -14,11 +14,11 @@ os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 
-from . import edges, fused, programs
+from . import edges, fused, programs, sides
 from .shrink import failure, smaller
 
 DRAWS = dict.fromkeys(programs.KINDS, programs.draw) | dict.fromkeys(edges.KINDS, edges.draw)
-DRAWS |= dict.fromkeys(fused.KINDS, fused.draw)
+DRAWS |= dict.fromkeys(fused.KINDS, fused.draw) | dict.fromkeys(sides.KINDS, sides.draw)
 
 
 def main() -> int:

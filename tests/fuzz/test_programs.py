@@ -10,10 +10,12 @@ import pytest
 
 import edges
 import programs
+import sides
 from helpers import at_each_run, weekly
 from programs import KINDS, Program, draw
 from rankax import clear_caches
 from rankax.core.loop import eager_programs
+from rankax.ext import once
 from shrink import failure, smaller
 
 # The seeds are fixed: a failure comes from the change. Each takes a second or more, to compile.
@@ -82,6 +84,47 @@ def test_all_edges_are_drawn():
     assert names >= {"jit", "bucket", "devices", "whole", "start", "step", "reverse"}
     for edge in drawn[::50]:
         assert eval(repr(edge), vars(edges)) == edge
+
+
+# Work that belongs to one argument.
+
+SIDES = 3, 5, 11, 13  # they take little time, and something is hoisted
+
+
+@pytest.mark.parametrize("seed", [n if n in SIDES else weekly(n) for n in range(20)])
+def test_work_of_one_side_is_that_of_nested_maps(seed):
+    program = sides.draw(seed)
+    print(program)
+    program.check()
+
+
+def test_all_work_of_one_side_is_drawn():
+    drawn = [sides.draw(seed) for seed in range(600)]
+    assert {name for program in drawn for name in program.names()} == sides.PARTS.keys()
+    assert {name for program in drawn for name in program.joins} == sides.JOINS.keys()
+    assert {program.layout for program in drawn} == sides.LAYOUTS.keys()
+    assert {program.transformation for program in drawn} == {*sides.TRANSFORMATIONS}
+    assert {program.reduce for program in drawn} == {None, *sides.REDUCED}
+    names = {name for program in drawn for name in program.options}
+    assert names == {"chunk_size", "memory_limit", "devices", "lockstep", "checkpoint", "hoist"}
+    for program in drawn[::50]:
+        assert eval(repr(program), vars(sides)) == program
+
+
+@pytest.mark.parametrize("transformation", ["value", "grad"])
+def test_what_is_wrong_of_one_side_is_seen(transformation, monkeypatch):
+    options = {"chunk_size": 6}
+    program = sides.Sides((("net",), ("solved",)), ("product",), options=options)
+    program = dataclasses.replace(program, transformation=transformation)
+    right = once.Before.__call__
+
+    def wrong(self, item, leaves):
+        rest, values = right(self, item, leaves)
+        return rest, [*values[:-1], values[-1] * (1 + 1e-6)]
+
+    monkeypatch.setattr(once.Before, "__call__", wrong)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        program.check()
 
 
 # Whatever is wrong in the way that a kind looks for is seen.
