@@ -193,7 +193,7 @@ def fit(own: Traced) -> Fitted:
     best = options.rules.tiles(jaxpr, updated)
     tiles = WHOLE_CHUNKS if options.batched else best
     if options.hoist and tiles.forward:
-        tiles = tiles._replace(side=once.side_of_tiles(jaxpr, whole))
+        tiles = once.with_sides(tiles, jaxpr, whole)
 
     def plan_of(chunk_size: Any, /) -> Plan:
         sized = options.replace(chunk_size=chunk_size)

@@ -405,3 +405,28 @@ def test_lanes_whose_only_loop_is_hoisted_have_a_reverse_pass(hoist):
         return s if n == 0 else jnp.sin(sine(s, n - 1))
 
     assert_same(got, jnp.stack([3 * jax.grad(sine)(own, i) for i, own in enumerate(s)]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "more", "most"),
+    [
+        (2000, {}, (20, 100)),  # whole rows
+        (799, {}, (28, 28)),  # not even 8 of them
+        (2000, {"reduce": "sum", "reduce_axis": -1}, (44, 44)),
+        (2000, {"reduce": "sum", "reduce_axis": 0}, (44, 44)),
+    ],
+)
+def test_a_map_of_products_stores_whole_rows(chunk_size, more, most):
+    kernel = auto_vmap(x=1, y=1, chunk_size=chunk_size, **more)(lambda x, y: jnp.sin(x @ y))
+    plan = kernel.plan(jnp.ones((1000, 1, 16)), jnp.ones((100, 16)))
+    for level, size in zip(plan.levels, most, strict=True):
+        assert 0.7 * size < level.chunks.size <= size, plan
+
+
+def test_rows_are_short_where_work_is_done_again():
+    def kernel(x, y):
+        return jnp.sum(jnp.tanh(jnp.outer(x, x)) + jnp.tanh(jnp.outer(y, y)))
+
+    x, y = (jax.ShapeDtypeStruct((300, *more, 256), jnp.float32) for more in ((1,), ()))
+    plan = auto_vmap(x=1, y=1, chunk_size=2500)(kernel).plan(x, y)
+    assert all(level.chunks.size <= 50 for level in plan.levels)

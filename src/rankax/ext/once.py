@@ -13,7 +13,7 @@ A piece is dear, and so worth a loop of its own, if it takes at least eight oper
 number that the rest reads of it, and a sixteenth of those of an item; an exponential, or what a
 library computes, counts as sixteen for each number. Its results must not take more than
 `_MOST_BYTES`, or `_PER_ARGUMENT` times what the arguments and outputs of the call take; larger ones
-are computed again for each row and each column of a tile (`side_of_tiles`).
+are computed again for each row and each column of a tile (`with_sides`).
 
 Of a reduction that chooses items, a derivative evaluates the chosen ones again and sends nothing to
 the others; nor is anything sent to an item of a piece that no chosen one reads (`UnlessUnused`).
@@ -35,7 +35,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from rankax.core.base.arrays import has_tangent
 from rankax.core.declare.dims import Rank
-from rankax.core.plan.schedule import LeafPlan, Plan, at_most, broadcast, leaf_plan
+from rankax.core.plan.schedule import LeafPlan, Plan, Tiles, at_most, broadcast, leaf_plan
 from rankax.core.trace.programs import ItemProgram, evaluate, with_shape, with_variables
 from rankax.core.walk import Nest
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, cost, numbers_of
@@ -46,7 +46,8 @@ _FEW_SHARED = 64  # numbers of which each item of a piece may have a cotangent o
 _LEAST_PER_NUMBER, _LEAST_SHARE = 8, 1 / 16  # operations, and of those of an item
 _MOST_BYTES, _PER_ARGUMENT = 2**26, 8
 
-_SIDE, _BYTES = 128, 2**18  # of a tile that multiplies, at most
+_SIDE, _BYTES = 256, 2**18  # of a tile that multiplies, at most
+_FEW_ROWS = 8  # of a map, which are stored whole
 
 Axes = frozenset[int]
 
@@ -344,20 +345,25 @@ def notes(hoisted: Sequence[Hoisted], whole: Plan) -> list[str]:
     ]
 
 
-def side_of_tiles(jaxpr: Jaxpr, plan: Plan) -> int | None:
-    """Return the sides of a tile whose items share work along an axis; None: any will do.
+def with_sides(tiles: Tiles, jaxpr: Jaxpr, plan: Plan) -> Tiles:
+    """Return the tiles, with sides if items share work along an axis.
 
     Items that multiply what they have of two axes are one product of matrices then, whose operands
-    and results stay in the cache. What was not hoisted is evaluated once for each row of the tile,
-    and once for each column.
+    and results stay in the cache. A map stores whole rows, if there is room for a few: a part of a
+    row is copied after the product, which takes as long as that. What was not hoisted is evaluated
+    once for each row of the tile, and once for each column.
     """
     if not _has_sides(plan, jaxpr):
-        return None
+        return tiles
     on = _axes(jaxpr, plan)
-    most = max([sum(map(_size, piece.makes)) for piece in pieces(jaxpr, plan)[0]], default=0)
+    again = max([sum(map(_size, piece.makes)) for piece in pieces(jaxpr, plan)[0]], default=0)
+    most = again
     for eqn in jaxpr.eqns:
         own = [frozenset() if isinstance(v, Literal) else on[v] for v in eqn.invars]
         on |= dict.fromkeys(eqn.outvars, frozenset[int]().union(*own))
         if eqn.primitive.name == "dot_general" and all(own) and not own[0] & own[1]:
             most = max(most, *map(_size, eqn.invars))
-    return max(8, min(_SIDE, _BYTES // (8 * most))) if most else None
+    if not most:
+        return tiles
+    side = max(8, min(_SIDE, _BYTES // (8 * most)))
+    return tiles._replace(side=side, rows=0 if again else _FEW_ROWS)

@@ -370,6 +370,7 @@ class Tiles(NamedTuple):
     forward: int | None = None
     derivative: int | None = None
     side: int | None = None  # items along each of two levels, which multiply each other
+    rows: int = 0  # of a map with sides: the inner level is whole if so many of it are a chunk
     across: int = 0  # the most items along a kept axis that is contiguous where the reduced is not
 
 
@@ -486,7 +487,8 @@ def plan_levels(
     merged = _merged(levels, batch_shape)
     if tiles.side and len(merged) > 1 and not merged[-2].reduced:
         side = min(tiles.side, max(1, math.isqrt(chunk_size)))
-        cut = derivative = _cut(merged, chunk_size, chunk_size, side)
+        rows = 0 if merged[-1].reduced else tiles.rows
+        cut = derivative = _cut(merged, chunk_size, chunk_size, side, rows)
     elif (row := _across(merged, tiles, chunk_size)) is not None:
         most = [level.size if level is row else 1 for level in merged]
         cut = derivative = list(map(split_into_chunks, [level.size for level in merged], most))
@@ -549,13 +551,17 @@ def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
 
 
 def _cut(
-    levels: Sequence[Level], chunk_size: int, tile: int, side: int | None = None
+    levels: Sequence[Level], chunk_size: int, tile: int, side: int | None = None, rows: int = 0
 ) -> list[Chunks]:
-    """Fill the tile from the innermost level outwards, each level up to ``side`` items."""
+    """Fill the tile from the innermost level outwards, each level up to ``side`` items.
+
+    The innermost one is whole, however long, if at least so many ``rows`` of it fit.
+    """
     cut: list[Chunks] = []
     for level in reversed(levels):
         sizes = [level.size] if is_known(level.size) else []
-        most = min([*sizes, chunk_size, side or chunk_size])
+        is_row = not cut and rows and bool(sizes) and rows * level.size <= chunk_size
+        most = min([*sizes, chunk_size, chunk_size if is_row or not side else side])
         chunks = split_into_tiles(level.size, most, tile)
         cut.append(chunks)
         in_tile = chunks.tile or chunks.size
