@@ -219,7 +219,7 @@ OPTIONS = {"reduced": {"reduce": "sum"}, "jit": {"jit": True}}
 # Files, distinct functions and calls: of a first call at most, and of the same call again.
 MOST = {
     "plain": ((14, 96, 134), (13, 63, 74)),
-    "chunked": ((21, 273, 663), (14, 107, 168)),
+    "chunked": ((21, 275, 668), (14, 107, 168)),
     "reduced": ((25, 341, 728), (15, 119, 198)),
     "gradient": ((22, 282, 721), (14, 111, 191)),
     "lanes": ((25, 310, 1646), (14, 108, 170)),
