@@ -733,7 +733,7 @@ def _scan(
 
     One slot is carried without its axis. XLA:CPU computes no vectors along an axis of length 1,
     also if `jax.vmap` puts another one in front.
-    Test: ``tests/xla_cpu/test_tiles.py``.
+    Test: ``tests/xla_cpu/test_across.py``.
     """
     if not is_known(steps):
         numbered = [counted(steps, jnp.int32), *rows]

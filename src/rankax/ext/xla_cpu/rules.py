@@ -16,7 +16,7 @@ adds a matrix in each tile (`Gram`) has at least as many as the matrix has rows,
 matrices would take longer than the products.
 
 Where an array has a kept axis after a reduced one, as in a sum along axis 0, each step takes one
-item of the reduced axis and all of the kept one, if these have their values in 16 MiB and
+item of the reduced axis and all of the kept one, if these have their values in the cache and
 ``chunk_size`` allows: numbers are read in the order in which they lie, and the running states are
 one vector.
 
@@ -62,7 +62,6 @@ _LONG = 16  # numbers for each result, from which on the library is faster than 
 _LEAST = {**dict.fromkeys(LIBRARIES, 512), "conv_general_dilated": 16}
 _LEAST_OF_LARGE = 128  # items for which a matrix is read that does not fit the cache
 _FORWARD, _DERIVATIVE = 1 / 2, 1 / 4  # of the cache
-_MOST_ACROSS = 2**24  # bytes of a step across the reduced axis
 _PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
 
@@ -87,7 +86,7 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
     # Before JAX 0.12, and for matrices, XLA would copy all arrays into another layout.
     is_flat = all(v.aval.ndim <= 1 for v in jaxpr.invars) and least == 1
     may_cross = is_flat and not updated and library.IS_TUNED
-    across = _MOST_ACROSS // max(1, size) if may_cross else 0
+    across = _cache_bytes() // max(1, size) if may_cross else 0
     return Tiles(tile(_FORWARD), tile(_DERIVATIVE), across=across)
 
 
