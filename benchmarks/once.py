@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: MIT
 """Time pair kernels whose arguments have work of their own, or multiply, beside plain JAX.
 
-    python benchmarks/once.py [NAME ...] [--points 1000] [--rounds 5] [--write]
+    python benchmarks/once.py [NAME ...] [--points 2000] [--rounds 5] [--write]
 
 prints, for sums over pairs (``reduce="sum", reduce_axis=-1``) and for maps in chunks of 10,000
-pairs, forward and gradient, milliseconds of `jax.vmap`, of `jax.lax.map` of 64 rows, and of rankax,
-and how long rankax takes beside the better of them. One core; processor times in turns, the least
-of all rounds. ``--write`` stores the table.
+pairs, forward and gradient, milliseconds of `jax.vmap`, of `jax.lax.map` of 64 rows, of the same
+with the work of each point outside (by hand), and of rankax. Then how long rankax takes beside the
+better of the first two, and beside the third; where it takes longest comes first. One core;
+processor times in turns, the least of all rounds. ``--write`` stores the table.
 """
 
 import itertools
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,13 @@ from rankax import auto_vmap
 
 RESULTS = page.RESULTS / "once.md"
 R = np.random.default_rng(0)
+HEAD = """# Work that belongs to one argument
+
+Written by `python benchmarks/once.py --write`. One core, JAX {jax}, float32;
+{points:,} x {points:,} pairs. Processor time in ms, the least of some turns. Where rankax takes longest comes first.
+
+| kernel | of all pairs | {ways} | beside the better of the first two | beside by hand |
+|---|---|---:|---:|---:|---:|---:|---:|"""
 
 
 def weights(*sizes: int) -> list[Any]:
@@ -76,53 +85,91 @@ def factor(x: Any) -> Any:
 
 
 def looked_up(x: Any) -> Any:
-    return TABLE[(jnp.abs(x[0]) * 100).astype(jnp.int32) % 512]
+    return TABLE[(jnp.abs(x[0]) * 100).astype(jnp.int32) % 512] * x[1]
 
 
-# Each has the length of its points, and the kernel of a pair.
-KERNELS: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
-    "net 3-64-64-3": (3, lambda x, y: jnp.exp(-jnp.sum((net(SMALL, x) - net(SMALL, y)) ** 2))),
-    "net 3-256-16": (3, lambda x, y: jnp.exp(-jnp.sum((net(WIDE, x) - net(WIDE, y)) ** 2))),
-    "tangent kernel": (3, lambda x, y: gradient(x) @ gradient(y)),
-    "one-sided products": (3, lambda x, y: jnp.cos(x[0]) * jnp.sin(y[1]) + jnp.exp(y.sum()) * x[2]),
-    "Gaussian, nothing to move": (3, lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))),
-    "exp(a @ b), 16": (16, lambda x, y: jnp.exp(x @ y / 16)),
-    "exp(a @ b), 64": (64, lambda x, y: jnp.exp(x @ y / 64)),
-    "attention": (16, lambda x, y: jnp.exp((x @ Q) @ (y @ K) / 16)),
-    "splines": (3, lambda x, y: jnp.sum(spline(x) * spline(y))),
-    "a factorisation for each x": (3, lambda x, y: jnp.sin(factor(x) @ y)),
-    "encoders, decoder of pairs": (
+class Pair(NamedTuple):
+    """A kernel of two points: what one needs of each alone, and what one does with both."""
+
+    size: int  # of a point
+    of_x: Callable[[Any], Any]
+    of_y: Callable[[Any], Any]
+    rest: Callable[[Any, Any], Any]
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        return self.rest(self.of_x(x), self.of_y(y))
+
+
+def both(size: int, of: Callable[[Any], Any], rest: Callable[[Any, Any], Any]) -> Pair:
+    return Pair(size, of, of, rest)
+
+
+def as_is(x: Any) -> Any:
+    return x
+
+
+def gaussian(x: Any, y: Any) -> Any:
+    return jnp.exp(-jnp.sum((x - y) ** 2))
+
+
+def product(x: Any, y: Any) -> Any:
+    return x @ y
+
+
+# By hand, a product of matrices is one as well: `jax.vmap` makes it of `x @ y`.
+KERNELS = {
+    "net 3-64-64-3": both(3, partial(net, SMALL), gaussian),
+    "net 3-256-16": both(3, partial(net, WIDE), gaussian),
+    "tangent kernel": both(3, gradient, product),
+    "one-sided products": Pair(
         3,
-        lambda x, y: net(DECODER, jnp.concatenate([net(ENCODER, x), net(ENCODER, y)]))[0],
+        lambda x: (jnp.cos(x[0]), x[2]),
+        lambda y: (jnp.sin(y[1]), jnp.exp(y.sum())),
+        lambda x, y: x[0] * y[0] + y[1] * x[1],
     ),
-    "rotations before distances": (
-        3,
-        lambda x, y: jnp.sqrt(1e-3 + jnp.sum((rotated(x) - rotated(y)) ** 2)),
+    "Gaussian, nothing to move": both(3, as_is, gaussian),
+    "exp(a @ b), 16": both(16, as_is, lambda x, y: jnp.exp(x @ y / 16)),
+    "exp(a @ b), 64": both(64, as_is, lambda x, y: jnp.exp(x @ y / 64)),
+    "attention": Pair(16, lambda x: x @ Q, lambda y: y @ K, lambda x, y: jnp.exp(x @ y / 16)),
+    "splines": both(3, spline, lambda x, y: jnp.sum(x * y)),
+    "a factorisation for each x": Pair(3, factor, as_is, lambda x, y: jnp.sin(x @ y)),
+    "encoders, decoder of pairs": both(
+        3, partial(net, ENCODER), lambda x, y: net(DECODER, jnp.concatenate([x, y]))[0]
     ),
-    "log-densities": (3, lambda x, y: jnp.tanh(density(x) - density(y))),
-    "harmonics": (3, lambda x, y: harmonics(x) @ harmonics(y)),
-    "tables": (3, lambda x, y: jnp.exp(-jnp.sum((looked_up(x) - looked_up(y)) ** 2))),
-    "fixed points": (3, lambda x, y: jnp.exp(-jnp.sum((fixed_point(x) - y) ** 2))),
-    "cosine similarity": (
-        16,
-        lambda x, y: (x @ y) / (jnp.linalg.norm(x) * jnp.linalg.norm(y) + 1e-3),
+    "rotations before distances": both(
+        3, rotated, lambda x, y: jnp.sqrt(1e-3 + jnp.sum((x - y) ** 2))
     ),
-    "squared distance by products": (16, lambda x, y: jnp.exp(-(x @ x + y @ y - 2 * x @ y) / 16)),
-    "gravity": (3, lambda x, y: jnp.sum(x - y) / (1e-2 + jnp.sum((x - y) ** 2)) ** 1.5),
-    "sigmoid of a bilinear form": (16, lambda x, y: jax.nn.sigmoid(x @ Q @ y / 16)),
+    "log-densities": both(3, density, lambda x, y: jnp.tanh(x - y)),
+    "harmonics": both(3, harmonics, product),
+    "tables": both(3, looked_up, gaussian),
+    "fixed points": Pair(3, fixed_point, as_is, gaussian),
+    "cosine similarity": both(
+        16, lambda x: (x, jnp.linalg.norm(x)), lambda x, y: x[0] @ y[0] / (x[1] * y[1] + 1e-3)
+    ),
+    "squared distance by products": both(
+        16, lambda x: (x, x @ x), lambda x, y: jnp.exp(-(x[1] + y[1] - 2 * x[0] @ y[0]) / 16)
+    ),
+    "gravity": both(3, as_is, lambda x, y: jnp.sum(x - y) / (1e-2 + jnp.sum((x - y) ** 2)) ** 1.5),
+    "sigmoid of a bilinear form": Pair(
+        16, lambda x: x @ Q, as_is, lambda x, y: jax.nn.sigmoid(x @ y / 16)
+    ),
 }
 
 
-def ways(f: Any, *, summed: bool) -> dict[str, Any]:
-    def row(x: Any, y: Any) -> Any:
-        outs = jax.vmap(lambda y: f(x, y))(y)
+def ways(f: Pair, *, summed: bool) -> dict[str, Any]:
+    def row(f: Any, x: Any, ys: Any) -> Any:
+        outs = jax.vmap(lambda y: f(x, y))(ys)
         return jnp.sum(outs) if summed else outs
 
+    def by_rows(f: Any, xs: Any, ys: Any) -> Any:
+        return jax.lax.map(lambda x: row(f, x, ys), xs, batch_size=64)
+
     options = {"reduce": "sum", "reduce_axis": -1} if summed else {"chunk_size": 10_000}
-    kernel = auto_vmap(1, 1, **options)(f)
+    kernel = auto_vmap(1, 1, **options)(lambda x, y: f(x, y))
     return {
-        "jax.vmap": lambda x, y: jax.vmap(lambda x: row(x, y))(x),
-        "lax.map": lambda x, y: jax.lax.map(lambda x: row(x, y), x, batch_size=64),
+        "`jax.vmap`": lambda x, y: jax.vmap(lambda x: row(f, x, y))(x),
+        "`lax.map`": partial(by_rows, f),
+        "by hand": lambda x, y: by_rows(f.rest, jax.vmap(f.of_x)(x), jax.vmap(f.of_y)(y)),
         "rankax": lambda x, y: kernel(x[:, None], y),
     }
 
@@ -142,20 +189,17 @@ def timed(functions: dict[str, Any], args: tuple[Any, ...], rounds: int) -> dict
 def main() -> None:
     parser = page.arguments(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(KERNELS))
-    parser.add_argument("--points", type=int, default=1000)
+    parser.add_argument("--points", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     if unknown := set(given.names) - KERNELS.keys():
         parser.error(f"no kernel {min(unknown)!r}: the kernels are {', '.join(KERNELS)}")
     os.sched_setaffinity(0, {0})
-    lines = [
-        "| kernel | | `jax.vmap` | `lax.map` | rankax | ratio |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    rows = list[tuple[float, str]]()
     for name in given.names or KERNELS:
-        size, f = KERNELS[name]
+        f = KERNELS[name]
         args = tuple(
-            jnp.asarray(R.normal(size=(given.points, size)), jnp.float32) for _ in range(2)
+            jnp.asarray(R.normal(size=(given.points, f.size)), jnp.float32) for _ in range(2)
         )
         for kind in ("sum", "map"):
             own = ways(f, summed=kind == "sum")
@@ -164,13 +208,16 @@ def main() -> None:
                 for way, h in own.items()
             }
             for mode, functions in ((kind, own), (f"{kind}, gradient", gradients)):
-                t = timed(functions, args, given.rounds)
-                ratio = t["rankax"] / min(t["jax.vmap"], t["lax.map"])
-                shown = " | ".join(f"{t[way]:.2f}" for way in own)
-                lines.append(f"| {name} | {mode} | {shown} | {ratio:.2f} |")
-                page.progress(lines[-1])
-    head = "# Work that belongs to one side\n\nWritten by `python benchmarks/once.py --write`.\n\n"
-    page.finish(RESULTS, head + "\n".join([*lines, ""]), write=given.write)
+                plain, rows_at_once, by_hand, mine = timed(functions, args, given.rounds).values()
+                times = plain, rows_at_once, by_hand, mine
+                ratio, beside = mine / min(plain, rows_at_once), mine / by_hand
+                shown = " | ".join(f"{t:.2f}" for t in times)
+                row = f"| {name} | {mode} | {shown} | {ratio:.2f} | {beside:.2f} |"
+                rows.append((ratio, row))
+                page.progress(row)
+    head = HEAD.format(points=given.points, jax=jax.__version__, ways=" | ".join(own))
+    lines = [row for _, row in sorted(rows, reverse=True)]
+    page.finish(RESULTS, "\n".join([head, *lines, ""]), write=given.write)
 
 
 if __name__ == "__main__":
