@@ -108,7 +108,7 @@ def megabytes(size: float) -> str:
 
 
 def figures() -> str:
-    """What rankax saves, in four figures, and the command for each."""
+    """What rankax saves, in five figures, and the command for each."""
     items, _ = curve("rankax")[-1]
     own, whole, mapped = (
         megabytes(curve(peer)[-1][1]) for peer in ("rankax", "jax.vmap", "lax.map")
@@ -129,11 +129,19 @@ def figures() -> str:
     )
     (loops,) = (row for row in table("lockstep") if row["kernel"].startswith("Van der Pol"))
     lanes, best, at_once = (f"{float(ms):,.0f} ms" for ms in [*loops.values()][:1:-1])
+    (net,) = (
+        row
+        for row in table("once")
+        if (row["kernel"], row["of all pairs"]) == ("net 3-64-64-3", "sum, gradient")
+    )
     return f"""\
 * **Gradients.** The gradient of {items:,} eigenvalue problems, 1000 at once, needs **{own}** of
   temporary memory. `jax.vmap` needs {whole}, `lax.map` {mapped}.
 * **Pairs on a CPU.** A sum over 10,000 × 10,000 pairs takes **{both} ms** on two cores, with
   `devices="all"`. KeOps takes {keops} ms.
+* **Pairs of features.** The gradient of a sum over 2,000 × 2,000 pairs, with a small network of
+  each point, takes **{float(net["rankax"]):.0f} ms** on one core. `jax.vmap` takes
+  {float(net["`jax.vmap`"]):.0f} ms.
 * **Pairs on a GPU.** The gradient of the smallest of 100,000 squared distances, for each of
   100,000 points, takes an H200 **{timed["rankax"]} ms**. `jax.vmap` takes {timed["`jax.vmap`, ms"]}
   ms. Compiled for an H100, it needs **{gpu["rankax"]}** of temporary memory. `jax.vmap` needs
@@ -149,6 +157,8 @@ clone, each command prints what your machine finds, beside these figures:
 python benchmarks --memory
 # Pairs on a CPU (KeOps: if installed)
 python benchmarks/reductions.py sum
+# Pairs of features
+python benchmarks/once.py "net 3-64-64-3"
 # Pairs on a GPU
 python benchmarks/gpu.py
 # Loops of different lengths
