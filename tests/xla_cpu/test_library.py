@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same
+from helpers import assert_same, equations
 from rankax import auto_vmap
 from rankax.ext.xla_cpu import library
 
@@ -109,6 +109,66 @@ def test_what_the_caller_asks_for_comes_first(monkeypatch):
     assert not is_chosen(kernel(distances), X)
     monkeypatch.setenv("XLA_FLAGS", f"--{OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
     assert not is_chosen(auto_vmap(2, jit=True)(distances), X)
+
+
+# Tiles that are products of matrices.
+
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(2, 800, 3)), jnp.float32)
+
+
+def slots_of(fun):
+    """Return how many numbers the running state of a sum has."""
+    kernel = auto_vmap(1, 1, reduce="sum")(fun)
+    ys = jnp.tile(POINTS[1], (200, 1))
+    program = jax.make_jaxpr(lambda x, y: kernel(x, y))(POINTS[0, 0], ys)
+    loops = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "scan"]
+    return max(v.aval.size for loop in loops for v in loop.outvars)
+
+
+def test_the_library_sums_what_it_multiplies():
+    kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=-1, jit=True)(lambda x, y: jnp.sin(x @ y))
+    text = kernel.lower(POINTS[0][:, None], POINTS[1]).compile().as_text()
+    (own,) = [each for each in text.split("\n}\n") if " sine(" in each]
+    assert " dot(" in own
+    assert " reduce(" in own
+
+
+def test_which_sums_join_the_slots_of_a_tile():
+    assert slots_of(lambda x, y: x @ y) == 1
+    assert slots_of(lambda x, y: jnp.exp(POINTS[0, :3] @ y @ x)) == 1
+    # Of a vector with itself: the row shares neither.
+    assert slots_of(lambda x, y: jnp.exp((x - y) @ (y - x))) > 1
+    assert slots_of(lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))) > 1
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp"])
+def test_sums_of_products_are_those_of_vmap(reduce):
+    x, y = POINTS[0, 99:], POINTS[1, 99:].at[3].set(-jnp.inf)  # 701, which no tile divides
+    plain = {"sum": jnp.sum, "mean": jnp.mean, "logsumexp": jax.nn.logsumexp}[reduce]
+
+    def fun(x, y):
+        return jnp.where(jnp.isfinite(y[0]), jnp.tanh(x @ jnp.nan_to_num(y)), 0.5)
+
+    kernel = auto_vmap(1, 1, reduce=reduce, reduce_axis=-1)(fun)
+
+    def by_hand(x, y):
+        return jax.vmap(lambda x: plain(jax.vmap(lambda y: fun(x, y))(y)))(x)
+
+    def mine(x, y):
+        return kernel(x[:, None], y)
+
+    assert_same(jax.jit(mine)(x, y), by_hand(x, y), rtol=1e-5, atol=1e-5)
+    for argnums in (0, 1):
+        of = [jax.grad(lambda *a, f=f: jnp.sum(f(*a)), argnums) for f in (mine, by_hand)]
+        assert_same(jax.jit(of[0])(x, y), of[1](x, y), rtol=1e-4, atol=1e-5)
+
+
+def test_long_sums_of_products_do_not_drift():
+    ones = jnp.full((1, 1), 0.1, jnp.float32)
+    many = jnp.ones((3_000_001, 1), jnp.float32)
+    kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=-1)(lambda x, y: x @ y)
+    right = 3_000_001 * float(np.float32(0.1))
+    assert abs(float(kernel(ones[:, None], many)[0]) - right) < 4 * np.spacing(np.float32(right))
 
 
 # What they return.

@@ -171,11 +171,12 @@ class Rules:
         """Return the arrays that a reduction reads as it reads them best, and levels to match."""
         return list(leaves), levels
 
-    def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
+    def folded(self, step: Any, jaxpr: Jaxpr, moving: set[Any], *, again: bool) -> Any:
         """Return an `Accumulation` as tiles enter it.
 
         Its joined states equal the ones of ``step``, once `Accumulator.found` has completed them,
-        which may evaluate the best tile ``again``.
+        which may evaluate the best tile ``again``. ``moving``: the inputs of an item that differ
+        along the row.
         """
         return step
 

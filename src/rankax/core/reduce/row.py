@@ -13,9 +13,9 @@ derivative needs one (`rankax.core.loop.loop.with_short_last`).
 A state holds one value for each slot of a tile: item ``j`` of every tile goes into slot ``j``,
 elementwise, and the slots are joined once, after the loop. A sum across the slots in every step
 would cost more than the kernel itself: on two CPU cores, a sum of Gaussians over 10,000 x 10,000
-points took 0.6 to 1 s that way, and takes 0.1 s with one accumulator for each slot. Only outputs of
+points took 0.6 to 1 s that way, and takes 0.1 s with one accumulator for each slot. Outputs of
 more than 16 numbers are joined in every step, because their slots would not fit the cache
-(`Accumulation.is_wide`).
+(`Accumulation.is_wide`), and so are those for which a rule of a compiler asks it.
 
 A loop of more than `MOST_PLAIN` steps would round as often: 100,000 steps of 0.1 in float32 are
 half a percent off. So it holds what rounding took beside the sums, in a quarter of the slots, into
@@ -139,6 +139,7 @@ class Accumulation(Sink):
     accumulator: Accumulator
     mask: int | None = None  # the output that says whether the item counts
     is_long: bool = False  # whether it holds what rounding takes
+    joins: bool = False  # whether a rule wants the slots of each tile joined at once
 
     has_slots = True
 
@@ -154,8 +155,8 @@ class Accumulation(Sink):
 
     @property
     def is_wide(self) -> bool:
-        """Whether the slots of each tile are joined at once because their states are large."""
-        return math.prod(self.accumulator.core) > _MOST_PER_SLOT
+        """Whether the slots of each tile are joined at once, as where their states are large."""
+        return self.joins or math.prod(self.accumulator.core) > _MOST_PER_SLOT
 
     def taken(self, outs: Callable[[int], Any], counts: jax.Array | None) -> Any:
         """Return the outputs that it takes of an item or a tile, or `nothing` in their place."""
@@ -175,7 +176,10 @@ class Accumulation(Sink):
             return self._add(held, accumulator.lift(items, counts)), None
         if not self.is_wide:
             return accumulator.step(held, items, tile.index, counts), None
-        fresh = accumulator.step(accumulator.start(tile.slots.count), items, tile.index, counts)
+        if accumulator.drifts:
+            fresh = accumulator.lift(items, counts)
+        else:
+            fresh = accumulator.step(accumulator.start(tile.slots.count), items, tile.index, counts)
         return accumulator.merge(held, accumulator.join(fresh)), None
 
     def items(self, tile: Tile) -> tuple[Any, jax.Array | None]:
@@ -588,7 +592,9 @@ class Row:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         again = not (level.numbered or at_most(level.chunks.steps, _STEPS_PER_TILE_AGAIN - 1))
         steps = [step.over(level.chunks.steps) for step in steps]
-        own = [self.rules.folded(step, self.jaxpr, again=again) for step in steps]
+        inputs = zip(self.jaxpr.invars, *(each.in_axes for each in self.levels), strict=False)
+        moving = {v for v, *mapped in inputs if any(axis is not None for axis in mapped)}
+        own = [self.rules.folded(step, self.jaxpr, moving, again=again) for step in steps]
         in_groups = any(step.in_groups for step in own)
         group = group_of(level.chunks.steps) if in_groups and not level.differentiable else 0
         folds = sinks_of(own, kept, back=self.back, scattered=bool(group))

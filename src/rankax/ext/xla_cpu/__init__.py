@@ -17,6 +17,6 @@ and delete the rules whose tests fail because the compiler learned.
                    small vectors that a reduction reads again stored by component
 `kept_residuals`   so is what a reverse pass reads again
 `extremes`         extremes compare less, or one tile later
-`library`          which sums of a call without chunks a library computes
+`library`          which sums a library computes
 =================  ==============================================================================
 """

@@ -178,9 +178,10 @@ class XlaCpu(Rules):
         of = kept_values.by_component if library.IS_TUNED else super().stored
         return of(leaves, levels)
 
-    def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
-        is_extreme = isinstance(step.accumulator, Chosen)
-        return extremes.in_tiles(step, jaxpr, again=again) if is_extreme else step
+    def folded(self, step: Any, jaxpr: Jaxpr, moving: set[Any], *, again: bool) -> Any:
+        if isinstance(step.accumulator, Chosen):
+            return extremes.in_tiles(step, jaxpr, again=again)
+        return library.joined(step, jaxpr, moving) if library.IS_TUNED else step
 
     def compiled(self, fun: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         of = library.jit if library.IS_TUNED else super().compiled
