@@ -121,6 +121,7 @@ COPIED = {
     "divided by a root": (lambda x: x / jnp.sqrt(x @ x), 1),
     "log1p in a scan": (lambda x: lax.scan(lambda x, _: (jnp.log1p(x), None), x, None, 2)[0], 1),
     "a root": (lambda x: jnp.sqrt(x @ x), 0),
+    "a root beside a half": (lambda x: x / 2 + jnp.sqrt(x @ x), 0),
     "a power": (lambda x: x / (x @ x) ** 1.5, 0),
     "one of many": (lambda x: jnp.tile(x, 9) * jnp.tanh(x[0]), 1),
     "too few": (lambda x: x[0] + jnp.tanh(jnp.sum(x)), 1),

@@ -45,7 +45,7 @@ from rankax.core.base.arrays import has_tangent
 from rankax.core.plan.schedule import Level
 from rankax.core.trace.derivatives import RULES
 from rankax.core.trace.programs import subprograms, with_subprograms
-from rankax.ext.equations import CALLS, FUNCTIONS, LIBRARIES, operations
+from rankax.ext.equations import CALLS, FUNCTIONS, LIBRARIES, Operation, operations
 
 _FUNCTION = 8.0  # operations
 _SIZES = range(4096)  # of values; larger ones are stored for the library that sums them
@@ -92,13 +92,18 @@ def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
     own = [jaxpr.invars[i] for i in inputs]
     own = [v for v in own if has_tangent(v.aval) and v.aval.size in _SIZES]
     found = list(operations(jaxpr))
-    opaque = _OPAQUE | ({"sqrt"} if any(each.name == "div" for each in found) else set())
+    opaque = _OPAQUE | ({"sqrt"} if any(map(_divides, found)) else set())
     times = sum(each.times * _size(each.eqn.outvars[0]) for each in found if each.name in opaque)
     if not 0 < sum(map(_size, own)) <= _READS * times:
         return jaxpr
     barriers = {v: _barrier(v, jaxpr.eqns[0]) for v in own}
     invars = [barriers[v].invars[0] if v in barriers else v for v in jaxpr.invars]
     return jaxpr.replace(invars=invars, eqns=[*barriers.values(), *jaxpr.eqns])
+
+
+def _divides(operation: Operation) -> bool:
+    """Whether an operation divides by a value, which may be a square root."""
+    return operation.name == "div" and not isinstance(operation.eqn.invars[1], Literal)
 
 
 def computes_again(jaxpr: Any, least: int) -> bool:
