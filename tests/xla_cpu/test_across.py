@@ -42,9 +42,7 @@ def along_0(kernel, reduce="sum", *ranks, **options):
         ((3000, 10000), {}, [10000, 1]),
         ((3000, 10000), {"chunk_size": 20000}, [10000, 1]),
         ((3000, 10000), {"chunk_size": 500}, [1, 500]),
-        ((3000, 20), {}, [20, 50]),
-        ((3000, 20), {"chunk_size": 45}, [20, 2]),
-        ((30000, 3), {}, [1, 1000]),
+        ((3000, 20), {}, [1, 1000]),
         ((3, 2000), {"chunk_size": 100}, [33, 3]),
     ],
 )
@@ -63,17 +61,14 @@ def test_no_array_lies_across():
 @pytest.mark.parametrize(
     "reduce", ["sum", "max", "argmin", "logsumexp", "prod", Moments(), TopK(2)]
 )
-@pytest.mark.parametrize("few", [6, 45])
-def test_values_are_those_of_rows(reduce, few):
-    columns = COLUMNS[:, :few]
-    found = along_0(bell, reduce, chunk_size=50)(columns)
-    expected = auto_vmap(0, reduce=reduce, reduce_axis=1, chunk_size=None)(bell)(columns.T)
+def test_values_are_those_of_rows(reduce):
+    found = along_0(bell, reduce, chunk_size=50)(COLUMNS)
+    expected = auto_vmap(0, reduce=reduce, reduce_axis=1, chunk_size=None)(bell)(COLUMNS.T)
     assert_same(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("few", [6, 45])
 @pytest.mark.parametrize("reduce", ["sum", "max", "logsumexp", Best("key")])
-def test_gradients_are_those_of_rows(reduce, few):
+def test_gradients_are_those_of_rows(reduce):
     def kernel(a, w):
         out = jnp.sin(a) * w
         return {"key": out, "out": out**2} if isinstance(reduce, Best) else out
@@ -84,9 +79,8 @@ def test_gradients_are_those_of_rows(reduce, few):
     def total(call):
         return lambda a, w: sum(map(jnp.sum, jax.tree.leaves(call(a, w))))
 
-    columns = COLUMNS[:, :few]
-    got = jax.grad(total(across), (0, 1))(columns, WEIGHTS[:, None])
-    a, w = jax.grad(total(rows), (0, 1))(columns.T, WEIGHTS)
+    got = jax.grad(total(across), (0, 1))(COLUMNS, WEIGHTS[:, None])
+    a, w = jax.grad(total(rows), (0, 1))(COLUMNS.T, WEIGHTS)
     assert_same(got, (a.T, w[:, None]), rtol=1e-4, atol=1e-6)
 
 

@@ -372,7 +372,6 @@ class Tiles(NamedTuple):
     side: int | None = None  # items along each of two levels, which multiply each other
     rows: int = 0  # of a map with sides: the inner level is whole if so many of it are a chunk
     across: int = 0  # the most items along a kept axis that is contiguous where the reduced is not
-    least_across: int = 0  # the least
 
 
 WHOLE_CHUNKS = Tiles()
@@ -491,8 +490,7 @@ def plan_levels(
         rows = 0 if merged[-1].reduced else tiles.rows
         cut = derivative = _cut(merged, chunk_size, chunk_size, side, rows)
     elif (row := _across(merged, tiles, chunk_size)) is not None:
-        each = 1 if row.size >= FEW else max(1, tile // row.size)
-        most = [level.size if level is row else 1 for level in merged[:-1]] + [each]
+        most = [level.size if level is row else 1 for level in merged]
         cut = derivative = list(map(split_into_chunks, [level.size for level in merged], most))
     elif reduced:  # no output of an item is stored, so the same tiles serve a derivative
         cut = derivative = _cut(merged, tile, tile)
@@ -513,7 +511,7 @@ def plan_levels(
 
 
 def _across(levels: Sequence[Level], tiles: Tiles, most: int) -> Level | None:
-    """Return the kept level of which each step evaluates all items; of the reduced ones, few.
+    """Return the kept level of which each step evaluates all items, and one of the reduced ones.
 
     There is one if an array has it on a later axis than a reduced level. A tile along that would
     read a number from each of many lines of the cache, in every row again.
@@ -529,7 +527,7 @@ def _across(levels: Sequence[Level], tiles: Tiles, most: int) -> Level | None:
         if level.axes < row.axes
         for on_row, on_reduced in zip(row.mapped, level.mapped, strict=True)
     )
-    fits = tiles.least_across <= row.size <= min(tiles.across, most)
+    fits = _LEAST_ACROSS <= row.size <= min(tiles.across, most)
     items = row.size * math.prod(level.size for level in reduced)
     return row if is_later and fits and items > (tiles.forward or most) else None
 
@@ -572,7 +570,7 @@ def _cut(
     return cut[::-1]
 
 
-FEW = 32  # items, two lines of a cache of float32; fewer are not enough for a step
+_LEAST_ACROSS = 32  # items: two lines of a cache, of float32
 
 NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
 
@@ -667,12 +665,12 @@ class Plan:
         return any(level.is_loop for level in self.levels)
 
     def across(self, tiles: Tiles) -> int:
-        """Return how many items a step of a reduction has that takes one of the reduced axis, or 0.
+        """Return how many items each step of a reduction has if it takes a kept axis whole, or 0.
 
         The plan has no chunks.
         """
         row = _across(_merged(self.levels, self.batch_shape), tiles, tiles.across)
-        return row.size if row and row.size >= FEW else 0
+        return row.size if row else 0
 
     def part(self, shape: Shape) -> Self:
         """Return the plan of a part of the batch, of this shape, without chunks."""

@@ -18,7 +18,7 @@ matrices would take longer than the products.
 Where an array has a kept axis after a reduced one, as in a sum along axis 0, each step takes one
 item of the reduced axis and all of the kept one, if these have their values in the cache and
 ``chunk_size`` allows: numbers are read in the order in which they lie, and the running states are
-one vector. Of fewer than 32 numbers, from 4 on, it takes all for a tile of the reduced axis.
+one vector.
 
 The tile must be known before the levels of a plan are cut. So a chunked kernel is traced first, and
 the same program is then mapped: a call still traces it once. `plan` traces it, too. A batch that
@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from rankax.core.base.cache import switch
-from rankax.core.plan.schedule import FEW, Level, Tiles
+from rankax.core.plan.schedule import Level, Tiles
 from rankax.core.protocols import NO_RULES, Rules
 from rankax.core.reduce.extrema import Chosen
 from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of, bytes_of_item, of_item
@@ -62,7 +62,6 @@ _LONG = 16  # numbers for each result, from which on the library is faster than 
 _LEAST = {**dict.fromkeys(LIBRARIES, 512), "conv_general_dilated": 16}
 _LEAST_OF_LARGE = 128  # items for which a matrix is read that does not fit the cache
 _FORWARD, _DERIVATIVE = 1 / 2, 1 / 4  # of the cache
-_FEWEST_NUMBERS = 4  # of a kept axis that is walked across
 _PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
 
@@ -85,11 +84,10 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
         return max(least, min(fits, most or fits), math.isqrt(updated))
 
     # Before JAX 0.12, and for matrices, XLA would copy all arrays into another layout.
-    ranks = {v.aval.ndim for v in jaxpr.invars}
-    may_cross = max(ranks, default=0) <= 1 and least == 1 and not updated and library.IS_TUNED
+    is_flat = all(v.aval.ndim <= 1 for v in jaxpr.invars) and least == 1
+    may_cross = is_flat and not updated and library.IS_TUNED
     across = _cache_bytes() // max(1, size) if may_cross else 0
-    few = _FEWEST_NUMBERS if ranks == {0} else FEW
-    return Tiles(tile(_FORWARD), tile(_DERIVATIVE), across=across, least_across=few)
+    return Tiles(tile(_FORWARD), tile(_DERIVATIVE), across=across)
 
 
 def _pays_to_store(jaxpr: Any) -> bool:
