@@ -3,8 +3,8 @@
 
     python benchmarks/once.py [NAME ...] [--points 2000] [--rounds 5] [--write]
 
-prints, for sums over pairs (``reduce="sum", reduce_axis=-1``) and for maps in chunks of 10,000
-pairs, forward and gradient, milliseconds of `jax.vmap`, of `jax.lax.map` of 64 rows, of the same
+prints, for sums over pairs (``reduce="sum", reduce_axis=-1``) and for maps in chunks of 64 rows,
+forward and gradient, milliseconds of `jax.vmap`, of `jax.lax.map` of 64 rows, of the same
 with the work of each point outside (by hand), and of rankax. Then how long rankax takes beside the
 better of the first two, and beside the third; where it takes longest comes first. One core;
 processor times in turns, the least of all rounds. ``--write`` stores the table.
@@ -30,7 +30,7 @@ HEAD = """# Work that belongs to one side
 
 Written by `python benchmarks/once.py --write`. One core, JAX {jax}, float32;
 {points:,} x {points:,} pairs. Processor time in ms, the least of some turns. Where
-rankax takes longest comes first. It has 10,000 pairs at once in a map, `lax.map` 64 rows.
+rankax takes longest comes first. In a map, it has 64 rows of pairs at once, as `lax.map` has.
 
 | kernel | of all pairs | {ways} | beside the better of the first two | beside by hand |
 |---|---|---:|---:|---:|---:|---:|---:|"""
@@ -157,7 +157,7 @@ KERNELS = {
 }
 
 
-def ways(f: Pair, *, summed: bool) -> dict[str, Any]:
+def ways(f: Pair, points: int, *, summed: bool) -> dict[str, Any]:
     def row(f: Any, x: Any, ys: Any) -> Any:
         outs = jax.vmap(lambda y: f(x, y))(ys)
         return jnp.sum(outs) if summed else outs
@@ -165,7 +165,7 @@ def ways(f: Pair, *, summed: bool) -> dict[str, Any]:
     def by_rows(f: Any, xs: Any, ys: Any) -> Any:
         return jax.lax.map(lambda x: row(f, x, ys), xs, batch_size=64)
 
-    options = {"reduce": "sum", "reduce_axis": -1} if summed else {"chunk_size": 10_000}
+    options = {"reduce": "sum", "reduce_axis": -1} if summed else {"chunk_size": 64 * points}
     kernel = auto_vmap(1, 1, **options)(lambda x, y: f(x, y))
     return {
         "`jax.vmap`": lambda x, y: jax.vmap(lambda x: row(f, x, y))(x),
@@ -203,7 +203,7 @@ def main() -> None:
             jnp.asarray(R.normal(size=(given.points, f.size)), jnp.float32) for _ in range(2)
         )
         for kind in ("sum", "map"):
-            own = ways(f, summed=kind == "sum")
+            own = ways(f, given.points, summed=kind == "sum")
             gradients = {
                 way: jax.grad(lambda x, y, h=h: jnp.sum(jnp.sin(h(x, y))), (0, 1))
                 for way, h in own.items()
