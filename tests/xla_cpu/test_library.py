@@ -171,6 +171,40 @@ def test_long_sums_of_products_do_not_drift():
     assert abs(float(kernel(ones[:, None], many)[0]) - right) < 4 * np.spacing(np.float32(right))
 
 
+SINES = jnp.asarray(np.random.default_rng(0).normal(size=120_000), jnp.float32)
+
+
+def is_in_library(kernel, *args):
+    """Whether one computation has a sine and the sum that follows."""
+    text = kernel.with_options(jit=True).lower(*args).compile().as_text()
+    own = [each for each in text.split("\n}\n") if " sine(" in each]
+    return all(" reduce(" in each for each in own)
+
+
+def test_sines_are_left_to_the_library():
+    total = auto_vmap(0, reduce="sum")
+    assert is_in_library(total(lambda x: jnp.sin(x) * jnp.exp(-x * x)), SINES)
+    assert is_in_library(total(lambda x: jnp.sum(jnp.sin(x * jnp.arange(8.0)))), SINES)
+    chosen = total(lambda x: jnp.where(x > 0, jnp.sin(x), x))
+    assert chosen.plan(SINES).levels[0].tile <= 1024
+    assert not is_in_library(chosen, SINES)  # if it is: see `has_functions`
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp"])
+@pytest.mark.parametrize("length", [120_000, 119_993])
+def test_sums_of_sines_are_those_of_vmap(reduce, length):
+    def fun(x):
+        return jnp.sin(3 * x) * jnp.cos(x)
+
+    plain = {"sum": jnp.sum, "mean": jnp.mean, "logsumexp": jax.nn.logsumexp}[reduce]
+    mine = auto_vmap(0, reduce=reduce)(fun)
+    x = SINES[:length]
+    assert mine.plan(x).levels[0].tile > 4096
+    assert_same(mine(x), plain(jax.vmap(fun)(x)), rtol=1e-5, atol=1e-4)
+    got, want = jax.grad(mine)(x), jax.grad(lambda x: plain(jax.vmap(fun)(x)))(x)
+    assert_same(got, want, rtol=1e-4, atol=1e-6)
+
+
 # What they return.
 
 

@@ -236,5 +236,5 @@ def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:
     chunk_size, tiles = None if tiles is None else options.most, tiles or WHOLE_CHUNKS
     if options.reduce is None or options.batched:
         return chunk_size, tiles
-    most = options.rules.most_reduced
+    most = tiles.reduced or options.rules.most_reduced
     return chunk_size, tiles._replace(forward=min(tiles.forward or most, most)) if most else tiles

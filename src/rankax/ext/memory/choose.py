@@ -31,7 +31,7 @@ def default_size(item: ItemProgram, options: Options, whole: Plan, tiles: Tiles)
             return tiles.side**2
         if across := whole.across(tiles):
             return across
-        tile, most = tiles.forward, options.rules.most_reduced
+        tile, most = tiles.forward, tiles.reduced or options.rules.most_reduced
         return default_on_cpu(jaxpr, sizes, tile and min(tile, most or tile))
     row = math.prod(level.size for level in whole.levels if level.reduced)
     return default_on_gpu(jaxpr, sizes, row)

@@ -5,13 +5,14 @@ The tile is how many items a CPU evaluates at once. ``chunk_size`` is only an up
 
 A tile has as many items as have their values in half of the second-level cache of a core; in a
 derivative, which also computes cotangents, in a quarter of it. It has not so many that a short sum
-goes to a library that XLA:CPU calls for sums, maxima and minima of 4096 numbers or more: the
-library needs its operand stored first, and is faster for long rows only. It has at least 512 where
-each tile calls LAPACK, sorts or transforms, and 16 where it convolves, because such a call costs
-about as much as it takes for so many small items; and 128 where it reads a matrix for all of them
-that does not fit the cache.
+goes to a library that XLA:CPU calls for sums, maxima and minima of 4096 numbers or more, unless it
+is one of sines: the library needs its operand stored first, and is faster for long rows only. It
+has at least 512 where each tile calls LAPACK, sorts or transforms, and 16 where it convolves,
+because such a call costs about as much as it takes for so many small items; and 128 where it reads
+a matrix for all of them that does not fit the cache.
 
-A reduction has at most 1024 items in a tile, which keeps its running states in the cache. One that
+A reduction has at most 1024 items in a tile, which keeps its running states in the cache; 8192 if
+the library is to evaluate sines of numbers (`library.has_functions`), which needs 4096. One that
 adds a matrix in each tile (`Gram`) has at least as many as the matrix has rows, or the sum of
 matrices would take longer than the products.
 
@@ -57,6 +58,7 @@ DEFAULT = switch("RANKAX_XLA_CPU", default=True)
 # Tiles.
 
 _MOST_REDUCED = 1024
+_MOST_OF_FUNCTIONS = 2 * library.LIBRARY_FROM  # in a reduction that leaves them to the library
 _LONG = 16  # numbers for each result, from which on the library is faster than a loop
 # The least number of items, where each tile calls these.
 _LEAST = {**dict.fromkeys(LIBRARIES, 512), "conv_general_dilated": 16}
@@ -74,7 +76,8 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
     # A tile has as many values as the state that it updates, or the update takes longer.
     size = bytes_of_item(jaxpr)
     short = max(map(_numbers_of_short_sum, found), default=0)
-    most = (library.LIBRARY_FROM - 1) // short if short else None
+    is_short = short and not library.has_functions(jaxpr)
+    most = (library.LIBRARY_FROM - 1) // short if is_short else None
     least = max((_LEAST.get(each.name, 1) for each in found), default=1)
     if any(_bytes_of_matrix(each) > _cache_bytes() for each in found):
         least = max(least, _LEAST_OF_LARGE)
@@ -87,7 +90,8 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
     is_flat = all(v.aval.ndim <= 1 for v in jaxpr.invars) and least == 1
     may_cross = is_flat and not updated and library.IS_TUNED
     across = _cache_bytes() // max(1, size) if may_cross else 0
-    return Tiles(tile(_FORWARD), tile(_DERIVATIVE), across=across)
+    most_reduced = _MOST_OF_FUNCTIONS if library.has_functions(jaxpr, of_numbers=True) else None
+    return Tiles(tile(_FORWARD), tile(_DERIVATIVE), across=across, reduced=most_reduced)
 
 
 def _pays_to_store(jaxpr: Any) -> bool:
