@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import h100
-from cases import compiled, distance, gradient, modes
+from cases import compiled, distance, gradient, modes, mostly_weekly
 from h100 import shaped
 from hlo import launched, read
 from rankax import auto_vmap
 from rankax.ext.equations import operations
-from rankax.reductions import BottomK, Histogram, Moments
+from rankax.reductions import BottomK, ByLabel, Histogram, Moments
 
 N = 100_000
 POINTS = shaped(N, 3)
@@ -159,16 +159,43 @@ def test_where_jax_runs_is_not_what_decides():
     assert GAUSSIAN.plan(*here).in_flight <= 1024
 
 
+# Pairs in bins: of their distance, or of the label of a row.
+
+
 def weighted(x, y, v, w):
     return {"r": jnp.sqrt(distance(x, y)), "w": v * w}
 
 
-@pytest.mark.parametrize("of", ["sum", pytest.param("count", marks=pytest.mark.weekly)])
-def test_a_histogram_scatters_once_and_sorts_nothing(of):
-    kernel = auto_vmap(1, 1, 0, 0, reduce=Histogram(64, of, range=(0, 1.8), by="r"))(weighted)
-    args = (POINTS, POINTS, shaped(N), shaped(N))
-    program = h100.compiled(lambda x, y, v, w: kernel(x[:, None], y, v[:, None], w), *args)
+def labelled(x, y, v, w, group):
+    return {"w": v * w * jnp.exp(-distance(x, y))}
+
+
+SHELLS = {"range": (0, 1.8), "by": "r"}
+BINS = {
+    "histogram": (weighted, Histogram(64, "sum", **SHELLS), ()),
+    "counts": (weighted, Histogram(64, **SHELLS), ()),
+    "label": (labelled, ByLabel("group", 64), (shaped(N, dtype=jnp.int32),)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_weekly(
+        ["histogram", "histogram, gradient", "counts", "label", "label, gradient"],
+        {"histogram", "histogram, gradient"},
+    ),
+)
+def test_bins_are_one_scatter_and_no_sort(name):
+    which, _, is_gradient = name.partition(", ")
+    fun, reduce, labels = BINS[which]
+    kernel = auto_vmap(1, 1, 0, 0, *(0 for _ in labels), reduce=reduce)(fun)
+
+    def call(x, y, v, w, *labels):
+        return kernel(x[:, None], y, v[:, None], w, *labels)
+
+    args = (POINTS, POINTS, shaped(N), shaped(N), *labels)
+    program = h100.compiled(gradient(call, *args) if is_gradient else call, *args)
     text = program.as_text()
     assert " sort(" not in text
-    assert text.count(" scatter(") == 1
+    assert text.count(" scatter(") == 1  # a gradient gathers from the bins
     assert read(program).temporaries <= 800e6

@@ -281,6 +281,66 @@ def test_pairs(of, options):
     np.testing.assert_allclose(kernel(P[:, None], Q, W)["value"], expected, rtol=1e-5)
 
 
+# Labels that are an argument.
+
+ROWS = jnp.asarray(np.random.default_rng(3).integers(-1, 4, 23), jnp.int16)
+
+
+@pytest.mark.parametrize("of", ["sum", slow("max"), weekly(Moments())], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"chunk_size": 50}, slow({}), slow({"bucket": True, "jit": True, "where": "ok"})],
+    ids=str,
+)
+def test_an_argument_has_the_labels(of, options):
+    def values(x, y, ok):
+        return {"a": jnp.sin(x * y), "b": jnp.stack([x, y])}
+
+    def returned(x, y, ok, row):
+        return {"row": row, "of": values(x, y, ok)}
+
+    def loss(kernel, x, y):
+        found = kernel(x[:, None], y, W > 0.5, ROWS[:, None])
+        found = found if "row" not in found else found["of"]
+        leaves = [leaf[:4] for leaf in jax.tree.leaves(found)]
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in leaves if leaf.dtype == jnp.float32), found
+
+    ranks = {"x": 0, "y": 0, "ok": 0, "row": 0}
+    kernels = [
+        auto_vmap(**ranks, reduce=ByLabel("row", 5, of), **options)(fun)
+        for fun in (lambda x, y, ok, row: values(x, y, ok), returned)
+    ]
+    slopes = [jax.value_and_grad(loss, (1, 2), has_aux=True)(kernel, P, Q) for kernel in kernels]
+    assert_same(*slopes)
+    if of == "sum":
+        counts = APART.shape[1] if "where" not in options else int(np.sum(W > 0.5))
+        rows = [np.sum(np.asarray(P)[i == ROWS]) * counts for i in range(5)]
+        np.testing.assert_allclose(slopes[0][0][1]["b"][:, 0], rows, rtol=1e-5)
+
+
+def test_blocks_ragged_items_and_numbers_of_an_argument():
+    call = auto_vmap(label=0, x=1, reduce=ByLabel("label", 7), chunk_size=4)(lambda label, x: x)
+    labels, x = np.asarray(LABELS), np.asarray(X)
+    blocks = dask.array.from_array(labels, chunks=7), dask.array.from_array(x, chunks=(7, 3))
+    expected = by_loop("sum", labels, x, 7)
+    np.testing.assert_allclose(call(*blocks).compute(), expected, rtol=1e-5)
+
+    @auto_vmap(x="n", to=0, mask=Mask("n"), reduce=ByLabel("to", 2), chunk_size=2)
+    def kernel(x, to, mask):
+        return jnp.sum(x**2, where=mask)
+
+    found = kernel(Ragged(X[:, 0], np.array([3, 0, 5, 15])), jnp.array([1, 0, 7, 1]))
+    np.testing.assert_allclose(found, [0, np.sum(np.delete(x[:, 0], range(3, 8)) ** 2)], rtol=1e-5)
+    numbers = chunked_reduce(lambda r, x: x, Histogram([-1, 0, 2], "sum", by="r"), 4)(x[:, 1], x)
+    expected = [x[(x[:, 1] >= a) & (x[:, 1] < b)].sum(0) for a, b in ((-1, 0), (0, 2))]
+    np.testing.assert_allclose(numbers, expected, rtol=1e-4)
+
+
+def test_an_output_comes_before_an_argument_of_its_name():
+    found = chunked_reduce(lambda at, x: {"at": at % 2, "x": x}, ByLabel("at", 2), 4)(LABELS, X)
+    np.testing.assert_allclose(found["x"], by_loop("sum", np.asarray(LABELS) % 2, X, 2), rtol=1e-5)
+
+
 def test_several_reductions_of_one_pass():
     several = Several(
         total=ByLabel("bin", 5),
@@ -412,8 +472,8 @@ def test_what_where_leaves_out_sends_nothing_back(of):
         (
             lambda: ByLabel(np.arange(3), 2),
             TypeError,
-            "ByLabel: by must be the key, field or index of the output with the labels, got "
-            "ndarray; pass the labels to the kernel, and return them beside the values",
+            "ByLabel: by must be the key, field or index of the output with the labels, or the "
+            "name of an argument, got ndarray; pass the labels to the kernel, and name that",
         ),
         (lambda: ByLabel("bin", 2, "median"), TypeError, "ByLabel: of must be 'count', 'sum', "),
         (lambda: ByLabel("bin", 2, Moments), TypeError, "ByLabel: of must be 'count', 'sum', 'me"),
@@ -448,10 +508,12 @@ def test_wrong_objects(make, error, text):
     ("reduce", "text"),
     [
         (ByLabel("bins", 3), "output has no output 'bins'; it has output['bin'], output['x'] and"),
+        (ByLabel("bins", 3), "and there is no argument bins with a rank; name the one with the la"),
+        (ByLabel("value", 3), "the argument value has dtype float32, but labels are integers; con"),
         (
             ByLabel("x", 3),
-            "output['x'] has dtype float32, but labels are integers; return them as integers, or "
-            "take rankax.reductions.Histogram, which makes labels from numbers",
+            "output['x'] has dtype float32, but labels are integers; convert them, or take "
+            "rankax.reductions.Histogram, which makes labels from numbers",
         ),
         ({"bin": ByLabel("bin", 3), "x": None, "y": None}, "output['bin'] has no output 'bin'"),
         (ByLabel(None, 3, "count"), "output has several outputs: output['bin'], output['x'] and "),
@@ -462,13 +524,13 @@ def test_wrong_objects(make, error, text):
     ],
 )
 def test_what_does_not_fit(reduce, text):
-    def outputs(label, x):
+    def outputs(label, x, value):
         label = jnp.stack([label] * 2) if "shape" in text else label
         y = label if "Moments" in str(reduce) else jax.lax.complex(x[0], x[1])
         return {"bin": label, "x": x, "y": y}
 
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        chunked_reduce(outputs, reduce, 4)(LABELS, X)
+        chunked_reduce(outputs, reduce, 4)(LABELS, X, X[:, 0])
     assert str(caught.value).startswith(f"outputs() at {__file__}:")
 
 

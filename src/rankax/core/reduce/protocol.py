@@ -48,7 +48,7 @@ and in `named_reductions` of ``tests/helpers.py``.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -98,7 +98,7 @@ FILL = "\0fill"  # in place of ``where``: items count unless they are copies tha
 class Marked(NamedTuple):
     """The output of an item, and whether it counts: copies, which pad a batch, do not.
 
-    ``arguments`` has those, by path, that ``where`` names.
+    ``arguments`` has those, by path, that ``where`` or a reduction names.
     """
 
     out: Any
@@ -148,6 +148,9 @@ class Reduction:
     #: Whether the fold can be differentiated as it is.
     is_linear = False
 
+    #: The argument that it takes beside the outputs, if there is one of this name.
+    argument = None
+
     #: Whether devices merge their states by an all-reduce. Otherwise each gathers all states.
     is_sum = False
 
@@ -170,8 +173,11 @@ class Reduction:
         object.__setattr__(changed, "where", where)  # it is frozen
         return changed
 
-    def lifted(self, out: Any) -> Any:
-        """Convert the output of one item to what is folded."""
+    def lifted(self, out: Any, given: Mapping[str, Any]) -> Any:
+        """Convert the output of one item to what is folded.
+
+        ``given`` has the argument with the name `argument`, if the kernel has one.
+        """
         return out
 
     def check(self, outputs: Outputs, count: int) -> None:

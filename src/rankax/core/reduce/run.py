@@ -94,8 +94,9 @@ class Reductions:
         return dataclasses.replace(self, entries=entries)
 
     def marked(self, out: Any, paths: Sequence[str], leaves: Sequence[Any], counts: Any) -> Any:
-        """Return the output of an item with the arguments that say whether it counts."""
-        keys = {entry.where for entry in self.entries}.intersection(paths)
+        """Return the output of an item with whether it counts, and the arguments that are named."""
+        named = {key for entry in self.entries for key in (entry.where, entry.argument)}
+        keys = named.intersection(paths)
         if counts is True and not keys:
             return out
         pairs = zip(paths, leaves, strict=True)
@@ -216,7 +217,7 @@ def _by_reduction(
     for path, tree, place in subtrees:
         for entry in reductions.entries[place.start : place.stop]:
             own = tree if entry.where is None else without(tree, path, masks[entry.where][0])
-            pairs.append((_Path(path), entry.lifted(own)))
+            pairs.append((_Path(path), entry.lifted(own, arguments)))
     return pairs, [mask if counts is True else mask & counts for _, mask in masks.values()]
 
 

@@ -3,13 +3,14 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
+from jax.tree_util import DictKey
 
 from rankax.core.base.arrays import counted, has_tangent, index_dtype, too_many, wide
 from rankax.core.base.messages import check_bool, listed, positive_int
@@ -42,6 +43,22 @@ class _LabelledOutputs(NamedTuple):
     values: list[tuple[int, Any]]  # the position of each value, and its type in a bin
 
 
+@dataclasses.dataclass(frozen=True)
+class _ByArgument:
+    """Labels that are an argument, beside the outputs, which keep their names."""
+
+    by: str
+    labels: Any
+    out: Any
+
+
+jax.tree_util.register_pytree_with_keys(
+    _ByArgument,
+    lambda own: (((DictKey(own.by), own.labels), ("", own.out)), own.by),
+    lambda by, children: _ByArgument(by, *children),
+)
+
+
 def _sum_of(aval: Any, dtype: Any) -> Elementwise:
     return Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
 
@@ -49,7 +66,7 @@ def _sum_of(aval: Any, dtype: Any) -> Elementwise:
 class _Labelled(Reduction):
     """What `ByLabel` and `Histogram` share."""
 
-    by: str | int | None  # the output that has the labels; None: the only one
+    by: str | int | None  # the output or argument that has the labels; None: the only output
     length: int
     of: Any
 
@@ -70,10 +87,16 @@ class _Labelled(Reduction):
     def is_sum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.kind is None or self.kind.is_sum
 
-    def lifted(self, out: Any) -> Any:
+    @property
+    def argument(self) -> str | int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.by
+
+    def lifted(self, out: Any, given: Mapping[Any, Any]) -> Any:
         leaves, structure = jax.tree.flatten(out)
         names = tuple(name for name, _ in leaves_with_names(out, ""))
         at = self._at(Outputs("", names, structure, (), ()))
+        if at is None and self.by in given:
+            return self.lifted(_ByArgument(str(self.by), given[self.by], out), {})
         labels = None if at is None else self.labels(jnp.asarray(leaves[at]))
         if at is None or labels is None:  # `check` says why
             return out
@@ -89,17 +112,22 @@ class _Labelled(Reduction):
         if at is None:
             found = listed(outputs.names) or "none"
             lack = f"no output {self.by!r}; it has" if self.by is not None else "several outputs:"
-            raise MisfitError(f"{outputs.path} has {lack} {found}; name the one with the labels")
+            other = "" if self.by is None else f", and there is no argument {self.by} with a rank"
+            raise MisfitError(
+                f"{outputs.path} has {lack} {found}{other}; name the one with the labels"
+            )
+        is_given = isinstance(outputs.structure.unflatten(outputs.names), _ByArgument)
+        name = f"the argument {self.by}" if is_given else outputs.names[at]
         if outputs.avals[at].dtype != jnp.int32:
-            raise MisfitError(f"{outputs.names[at]} {self.refusal(outputs.avals[at])}")
-        name, shape = outputs.names[at], outputs.avals[at].shape
+            raise MisfitError(f"{name} {self.refusal(outputs.avals[at])}")
+        shape = outputs.avals[at].shape
         if kind is not None and len(outputs.avals) == 1:
             raise MisfitError(
                 f"{name} has labels, and there is no value beside it; return both, or count the "
                 "items with of='count'"
             )
         for own, aval in zip(outputs.names, outputs.avals, strict=True):
-            if kind is None or own == name:
+            if kind is None or own == outputs.names[at]:
                 continue
             if aval.shape[: len(shape)] != shape:
                 raise MisfitError(
@@ -194,7 +222,8 @@ class _Labelled(Reduction):
         if self.kind is None:
             return values[0]
         at = self._parts(outputs).at
-        return outputs.structure.unflatten([*values[:at], None, *values[at:]])
+        found = outputs.structure.unflatten([*values[:at], None, *values[at:]])
+        return found.out if isinstance(found, _ByArgument) else found
 
     # Derivatives: labels have none. That of a value is gathered from the bin of its label.
     #
@@ -339,9 +368,10 @@ class ByLabel(_Labelled):
     Parameters
     ----------
     by : str or int, optional
-        The key, field or index of the output with the labels: an integer, or an array of integers
-        of any shape. None: the labels are the only output, and ``of`` is ``"count"``. All other
-        outputs are values, each an array whose shape begins with that of the labels.
+        The key, field or index of the output with the labels, or else the argument of the kernel
+        with them: an integer, or an array of integers of any shape. None: the labels are the only
+        output, and ``of`` is ``"count"``. All other outputs are values, each an array whose shape
+        begins with that of the labels.
     length : int
         How many labels there are: 0 to ``length - 1``. Others, such as -1, count nowhere.
     of : {"sum", "mean", "count", "max", "min", "logsumexp"} or Moments(), default "sum"
@@ -352,22 +382,23 @@ class ByLabel(_Labelled):
     -------
     pytree
         The outputs, with an axis of ``length`` in place of the axes of the labels, and None in
-        place of the labels. Of ``"count"``: an array of integers, of shape ``(length,)``. A label
-        that no item has gets what a reduction with ``where`` gives for no items: 0 for a sum, NaN
-        for a mean, ``-inf`` or the least integer for a maximum.
+        place of an output with labels. Of ``"count"``: an array of integers, of shape
+        ``(length,)``. A label that no item has gets what a reduction with ``where`` gives for no
+        items: 0 for a sum, NaN for a mean, ``-inf`` or the least integer for a maximum.
 
     Raises
     ------
     TypeError
         If ``length`` is missing, or an argument is of another kind.
     ValueError
-        If ``length`` is not positive, and in a call, if there is no such output, it has no
-        integers, there is no value beside it, or shapes do not match.
+        If ``length`` is not positive, and in a call, if there is no such output or argument with a
+        rank, it has no integers, there is no value beside it, or shapes do not match.
 
     Notes
     -----
-    *An array of labels* is an argument of the kernel, which returns its item: ``lambda label, x:
-    {"bin": label, "x": x}``. So it broadcasts, and is cut, as every argument.
+    *An array of labels* is an argument of the kernel, which need not use it: ``lambda label, x: x``
+    with ``ByLabel("label", 3)``. So it broadcasts with the batch, and is cut into chunks, blocks
+    and parts of devices, as every argument.
 
     *Cost.* Each tile is scattered into the bins: one scatter for ``"sum"``, ``"max"``, ``"min"``
     and ``"count"``, two for ``"mean"``, whose counts are integers, because those of float32 end at
@@ -393,6 +424,11 @@ class ByLabel(_Labelled):
     >>> found = chunked_reduce(item, ByLabel("group", length=3), chunk_size=4)(x)
     >>> found["x"], found["square"], found["group"]
     (Array([18., 12., 15.], dtype=float32), Array([126.,  66.,  93.], dtype=float32), None)
+
+    Labels that are an argument:
+
+    >>> chunked_reduce(lambda x, label: x, ByLabel("label", length=2))(x, x.astype(int) % 2)
+    Array([20., 25.], dtype=float32)
     """
 
     by: str | int | None = None
@@ -411,7 +447,7 @@ class ByLabel(_Labelled):
         if self.by is None and self.of != "count":
             raise TypeError(
                 f"ByLabel: of={self.of!r} needs the output with the labels, by its key, field or "
-                "index; without one, only of='count' is possible"
+                "index, or their argument; without one, only of='count' is possible"
             )
 
     @property
@@ -428,7 +464,7 @@ class ByLabel(_Labelled):
 
     def refusal(self, aval: Any) -> str:
         return (
-            f"has dtype {aval.dtype}, but labels are integers; return them as integers, or take "
+            f"has dtype {aval.dtype}, but labels are integers; convert them, or take "
             "rankax.reductions.Histogram, which makes labels from numbers"
         )
 
@@ -452,8 +488,9 @@ class Histogram(_Labelled):
         What to compute in each bin, as in `ByLabel`, of the other outputs: their ``"sum"`` is a
         histogram with weights.
     by : str or int, optional
-        The key, field or index of the output that has the numbers: a real number, or an array of
-        any shape, each number of which counts. None: the only output.
+        The key, field or index of the output that has the numbers, or else the argument that has
+        them: a real number, or an array of any shape, each number of which counts. None: the only
+        output.
     density : bool, default False
         Divide counts or sums by the width of their bin, and by the total.
 
@@ -630,11 +667,7 @@ def _check_by(by: Any, site: str, what: str) -> None:
         return
     is_array = hasattr(by, "shape")
     raise TypeError(
-        f"{site}: by must be the key, field or index of the output with the {what}, got "
-        f"{type(by).__name__}{'' if is_array else f' {by!r}'}"
-        + (
-            f"; pass the {what} to the kernel, and return them beside the values"
-            if is_array
-            else ""
-        )
+        f"{site}: by must be the key, field or index of the output with the {what}, or the name of "
+        f"an argument, got {type(by).__name__}{'' if is_array else f' {by!r}'}"
+        + (f"; pass the {what} to the kernel, and name that argument" if is_array else "")
     )

@@ -266,7 +266,7 @@ class Gram(Reduction):
     def __hash__(self) -> int:  # arrays have none
         return hash((self.where, id(self.weights)))
 
-    def lifted(self, out: Any) -> tuple[Any, Any]:
+    def lifted(self, out: Any, given: Any) -> tuple[Any, Any]:
         vector, _ = ravel_pytree(out)
         return jnp.conj(vector), vector
 
@@ -297,8 +297,8 @@ class WeightedGram(Gram):
 
     name = "gram"  # pyright: ignore
 
-    def lifted(self, out: Any) -> tuple[Any, Any]:
-        first, vector = super().lifted(out[0])
+    def lifted(self, out: Any, given: Any) -> tuple[Any, Any]:
+        first, vector = super().lifted(out[0], given)
         return first * out[1].astype(first.dtype), vector
 
 
@@ -348,7 +348,7 @@ class Fold(Reduction):
         self.merge = merge
         self.finish = finish
 
-    def lifted(self, out: Any) -> Any:
+    def lifted(self, out: Any, given: Any) -> Any:
         return self.lift(out)
 
     def check(self, outputs: Outputs, count: int) -> None:
