@@ -154,8 +154,8 @@ class Options:
         """Return the options of a call with these arrays, which know where it runs."""
         target = self.target or target_of(arrays)
         found = self if target == self.target else self.replace(target=target)
-        is_off = self.fused == "auto" and not can_fuse(target)
-        return found.replace(fused=False) if is_off else found
+        is_off = self.reduce is None or (self.fused == "auto" and not can_fuse(target))
+        return found.replace(fused=False) if self.fused and is_off else found
 
     @property
     def on_cpu(self) -> bool:

@@ -231,8 +231,7 @@ def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
     options, fitted = own.options, None
     if options.memory_limit is None:  # otherwise, only what will run is measured
         fitted = fit(own)
-        is_fused = options.fused and options.reduce is not None
-        if not (fitted.plan.has_loop or fitted.plan.walked or is_fused):
+        if not (fitted.plan.has_loop or fitted.plan.walked or options.fused):
             return own, fitted
     is_asked = options.hoist and not (options.batched or own.call.lengths or own.part.is_empty)
     apart = once.hoist(own.item, own.part) if is_asked else None
@@ -286,7 +285,7 @@ def _nest(
     if own.apart is None:
         return walk_of(plan, options, own.whole.mapped, **how)
     first: list[Nest] = []
-    of_map = options.replace(reduce=None)
+    of_map = options.replace(reduce=None, fused=False)
     chooses = options.reduce is not None and options.reduce.chosen(own.item.outputs) > 0
     for each in own.apart.hoisted:
         _, in_lanes = lanes.planner(each.item, of_map, each.plan)

@@ -157,6 +157,13 @@ def test_clear_caches_forgets_kernels():
 
 
 @needs_warp
+def test_items_of_a_fused_kernel_are_checked():
+    kernel = auto_vmap(1, reduce="sum", fused=True)(total)
+    assert str(kernel.check(X)) == str(kernel.with_options(fused=False).check(X))
+    assert kernel.nonfinite(X.at[2].set(jnp.nan)).count == 1
+
+
+@needs_warp
 def test_one_kernel_serves_all_lengths():
     rankax.clear_caches()
     kernel = auto_vmap(1, reduce="sum", fused=True)(total)

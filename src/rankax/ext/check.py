@@ -221,7 +221,8 @@ def check(
     checked_int(seed, f"{site}: seed must be an int, got")
     check_bool(gradient, site, "gradient")
     # Compare items: the reduction of a sample says nothing about the reduction of all.
-    kernel = kernel.with_options(reduce=None, reduce_axis=None, over=None, where=None)
+    of_reduction = dict.fromkeys(("reduce", "reduce_axis", "over", "where"))
+    kernel = kernel.with_options(**of_reduction, fused=False)
     call = bind(kernel.spec, args, kwargs, takes_nodes=True)
     meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in call.leaves]
     if any(AxisType.Explicit in getattr(mesh, "axis_types", ()) for mesh in meshes):
@@ -417,7 +418,7 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     check_bool(gradient, site, "gradient")
     options = spec.options()
     given = {name: getattr(options, name) for name in NAMES}
-    others: dict[str, Any] = {"reduce_axis": None, "over": None, "where": None}
+    others: dict[str, Any] = {"reduce_axis": None, "over": None, "where": None, "fused": False}
     others |= {"batched": False, "jit": False, "compiler_options": None, "reduce": None}
     call = bind(spec, args, kwargs, takes_nodes=True)
     call.kernel = KernelSpec(spec.fun, spec.declaration, {**given, **others}, spec.members)

@@ -36,8 +36,8 @@ class Refused(Exception):  # noqa: N818  # an error only with `fused=True`
         self.reason, self.name, self.place = reason, name, place
 
     def __str__(self) -> str:
-        words = [self.name + (self.place and f" ({self.place})"), self.reason]
-        return ": ".join(filter(None, words))
+        name = self.name + (self.place and f" ({self.place})")
+        return ": ".join(filter(None, (name, self.reason)))
 
     def of(self, eqn: JaxprEqn) -> Refused:
         """Return the same for the operation of an equation, unless one inside it is named."""
@@ -48,18 +48,14 @@ class Refused(Exception):  # noqa: N818  # an error only with `fused=True`
 def type_of(dtype: Any) -> str:
     """Return the type in C++ of numbers of this dtype."""
     name = np.dtype(dtype).name if not jnp.issubdtype(dtype, jax.dtypes.extended) else str(dtype)
-    if name not in _TYPES:
+    if name not in _types:
         raise Refused(f"dtype {name}")
-    return _TYPES[name]
+    return _types[name]
 
 
-_TYPES = dict.fromkeys(("float32", "float16", "bfloat16"), "float") | {
-    "float64": "double",
-    "int32": "int",
-    "uint32": "unsigned",
-    "int64": "long long",
-    "bool": "bool",
-}
+_types: dict[str, str] = dict.fromkeys(("float32", "float16", "bfloat16"), "float")
+_types |= {"float64": "double", "int32": "int", "uint32": "unsigned"}
+_types |= {"int64": "long long", "bool": "bool"}
 
 
 class Lines:
@@ -257,7 +253,7 @@ class Translation:
             raise Refused("it has an effect")
         if name == "cond":
             return self._branches(eqn, params["branches"], ins)
-        if name in _MOVES:
+        if name in _moves:
             return _moved(name, params, eqn, ins)
         if all(map(is_known, ins)) and eqn.outvars:
             return _constants(eqn, jaxpr, ins)
@@ -314,8 +310,7 @@ class Translation:
         return self.lines.let(type_, f"({'*'.join(sorted((root, square)))})", [root, square])
 
     def _select_n(self, _: Any, out: Any, dtypes: Sequence[Any], ins: Sequence[Any]) -> Any:
-        which, *cases = ins
-        return self._choice(which, dtypes[0], cases, out)
+        return self._choice(ins[0], dtypes[0], ins[1:], out)
 
     def _choice(self, which: Any, dtype: Any, cases: Sequence[Any], out: Any) -> Any:
         """Return the case that ``which`` counts; the last one, if there are not so many."""
@@ -336,11 +331,9 @@ class Translation:
         return self.numbers(f"rankax_bits({{0}}, ({new})0)", out.dtype, dtypes, ins)
 
     def _round(self, params: Any, out: Any, dtypes: Sequence[Any], ins: Any) -> Any:
-        to_even = int(params["rounding_method"]) == 1
-        suffix = "f" if type_of(out.dtype) == "float" else ""
-        return self.numbers(
-            f"{'rint' if to_even else 'round'}{suffix}({{0}})", out.dtype, dtypes, ins
-        )
+        name = "rint" if int(params["rounding_method"]) == 1 else "round"
+        name += "f" if type_of(out.dtype) == "float" else ""
+        return self.numbers(name + "({0})", out.dtype, dtypes, ins)
 
     def _integer_pow(self, params: Any, out: Any, dtypes: Sequence[Any], ins: Any) -> Any:
         exponent, base, power = params["y"], ins[0], None
@@ -452,9 +445,8 @@ def _simplified(name: str, ins: Sequence[Any]) -> Any:
 
 
 _OWN = ("select_n", "convert_element_type", "bitcast_convert_type", "integer_pow", "round")
-_MOVES = _table("""
-    broadcast_in_dim reshape squeeze expand_dims transpose slice concatenate: {0}
-""")
+_moves = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+_moves |= {"transpose", "slice", "concatenate"}
 _moving = {"gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1]}
 _moving |= {"scatter": [0, 2], "scatter-add": [0, 2]}  # others move all arguments
 _LINEAR = {*_moving, "cumsum", "rev", "pad", "split", "tile", "stack", "unstack"}

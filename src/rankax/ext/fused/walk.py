@@ -42,9 +42,7 @@ from rankax.ext.fused.scalars import Refused
 
 
 def walk_of(nest: Nest, options: Options) -> Nest:
-    """Return what walks a nest: one kernel, if it reduces and that can be written."""
-    if nest.reductions is None:
-        return nest
+    """Return what walks the nest of a reduction: one kernel, if that can be written."""
     own = {field.name: getattr(nest, field.name) for field in dataclasses.fields(Nest)}
     return FusedNest(**own, is_asked=options.fused is True)
 
@@ -147,11 +145,8 @@ class FusedNest(Nest):
         arrays = [leaf.shape for leaf in plan.leaves if leaf.is_array]
         if max(map(math.prod, [kept, *arrays])) > MOST_INDEX:
             raise Refused("an array of 2**31 numbers or more")
-        levels = tuple(
-            dataclasses.replace(level, walker=FUSER) if level.reduced else level
-            for level in plan.levels
-        )
-        plan = dataclasses.replace(plan, levels=levels)
+        levels = [dataclasses.replace(x, walker=FUSER) if x.reduced else x for x in plan.levels]
+        plan = dataclasses.replace(plan, levels=tuple(levels))
         settings: dict[str, Any] = {"passes": self.passes, "differentiable": differentiable}
         return nest_of(plan, self.inputs, reductions=self.reductions, **settings)
 
@@ -166,7 +161,7 @@ class Fuser:
         raise NotImplementedError
 
     def fold(self, row: Row, steps: Steps, kept: Sequence[int], *, linear: bool) -> list[Any]:
-        """FusedFold a row; raise `Refused` if no kernel can."""
+        """Fold a row; raise `Refused` if no kernel can."""
         if kept:
             raise Refused("an output that is kept whole")
         if row.levels[0].numbered:
