@@ -168,6 +168,8 @@ class _Labelled(Reduction):
         """Return what counts the labels of each bin, if that is needed."""
         if not (self.kind is None or isinstance(self.kind, (Mean, Moments))):
             return []
+        # One scatter of pairs (value, 1) would take 0.7 to 0.85 of the time of two on a CPU, but
+        # float32 counts to 2**24, and a chunk on a GPU has more items.
         own = Elementwise((), count_dtype(outputs.total * parts.labels.size), 0, lax.add, jnp.sum)
         return [Accumulation((parts.position,), CountInBins(own, self.length), outputs.mask)]
 
