@@ -352,12 +352,12 @@ def compare_labels(rounds: int, *, write: bool) -> None:
     lines = []
     for bins in BINS:
         page.progress(f"{bins:,} bins")
-        lines += measure_labels(LABELLED.format(f"{bins:,}"), rounds, of_values(bins, rng))
-    for bins in BINS[2:]:
-        name = LABELLED.format(f"{bins:,}")
-        vectors, slopes = of_values(bins, rng, (3,)), of_values(bins, rng, gradient=True)
-        lines += measure_labels(name.replace("values", "vectors"), rounds, vectors)
+        name, slopes = LABELLED.format(f"{bins:,}"), of_values(bins, rng, gradient=True)
+        lines += measure_labels(name, rounds, of_values(bins, rng))
         lines += measure_labels(f"{name}, gradient", rounds, slopes)
+    for bins in BINS[2:]:
+        name = LABELLED.format(f"{bins:,}").replace("values", "vectors")
+        lines += measure_labels(name, rounds, of_values(bins, rng, (3,)))
     page.progress("pairs")
     lines += measure_labels("1e8 pairs", rounds, of_shells(10_000, rng))
     functions, args = of_shells(20_000, rng)
