@@ -2,7 +2,10 @@
 """What a benchmark prints: its figures, and in brackets those that the pages show.
 
 A benchmark writes only with ``--write``. Until then its tables go to the standard output, beside
-those in its file of results, and what it does meanwhile to the standard error.
+those in its file of results, and what it does meanwhile to the standard error. The last lines name
+the figures that do not agree: times and ratios by a factor of `FACTOR`, because machines differ;
+memory and counts, which the compiler decides, by a share of `SHARE`. With another JAX, nothing is
+compared.
 
 A row is found by its cells in the columns that identify it, whose rule is ``---``. Columns of
 what was measured are set right, ``---:``, or are words, ``:---``.
@@ -23,6 +26,10 @@ from typing import NamedTuple
 import stamp
 
 RESULTS = Path(__file__).parent / "results"
+FACTOR, SHARE = 4, 0.1
+# What the compiler decides, by the heading of a table or of a column. All else is times and ratios.
+EXACT = re.compile(r"temporar|memory|\bMB\b|\bGB\b|evaluations|launches|programs")
+UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1, "s": 1, "ms": 1e-3, "us": 1e-6}
 INSTALL = "python -m pip install -U pip && python -m pip install . --group bench"
 
 
@@ -73,17 +80,53 @@ def beside(text: str, page: str) -> str:
         for number, cells in enumerate((head, rule, *body), begin):
             padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             lines[number] = "  ".join(padded).rstrip()
-    return "\n".join([*lines, "", *_footer(page)])
+    return "\n".join([*lines, "", *_footer(page, *compared(text, page))])
 
 
 def _beside(cell: str, old: str) -> str:
     return f"{cell} ({old})" if old and old != cell else cell
 
 
+def compared(text: str, page: str) -> tuple[int, list[str]]:
+    """Return how many figures both have, and those that do not agree, in words."""
+    were = {row.key: dict(row.cells) for row in _rows(page)}
+    count, found = 0, []
+    for row in _rows(text):
+        old = were.get(row.key, {})
+        for column, cell in row.measured:
+            pairs = _pairs(cell, old.get(column, ""))
+            count += len(pairs)
+            if not all(_agree(*pair, f"{row.key[0]} {column}") for pair in pairs):
+                names = [name for _, name in row.key[1] if name]
+                found.append(f"{', '.join([*names, column])}: {_beside(cell, old[column])}")
+    return count, found
+
+
+def _pairs(cell: str, old: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """The numbers of two cells, beside their units; none where one has words."""
+    both = [re.findall(r"(\d[\d,]*(?:\.\d+)?) ?(\w+)?", text) for text in (cell, old)]
+    return list(zip(*both, strict=True)) if len(both[0]) == len(both[1]) else []
+
+
+def _agree(here: tuple[str, str], page: tuple[str, str], words: str) -> bool:
+    def read(number: str, unit: str) -> tuple[float, float]:
+        number, scale = number.replace(",", ""), UNITS.get(unit, 1)
+        return float(number) * scale, scale / 10 ** len(number.partition(".")[2])
+
+    (less, digit), (more, other) = sorted([read(*here), read(*page)])
+    is_exact = here[1].endswith("B") or (here[1] not in UNITS and EXACT.search(words))
+    most = less + SHARE * more if is_exact else FACTOR * less
+    return more <= most + min(digit, other)
+
+
 class _Row(NamedTuple):
     begin: int  # the line of the head of its table
-    key: tuple[object, ...]
+    key: tuple[str, tuple[tuple[str, str], ...], int]  # heading, cells that identify it, how often
     cells: list[tuple[str, str]]  # beside their columns
+
+    @property
+    def measured(self) -> list[tuple[str, str]]:
+        return [cell for cell in self.cells if cell not in self.key[1]]
 
 
 def _rows(text: str) -> Iterator[_Row]:
@@ -103,9 +146,9 @@ def _rows(text: str) -> Iterator[_Row]:
             rule = cells
         else:
             named = list(zip(head, cells, strict=True))
-            key = section, *(name for name, kind in zip(named, rule, strict=True) if kind == "---")
-            yield _Row(begin, (key, seen[key]), named)
-            seen[key] += 1
+            names = tuple(cell for cell, kind in zip(named, rule, strict=True) if kind == "---")
+            yield _Row(begin, (section, names, seen[section, names]), named)
+            seen[section, names] += 1
 
 
 def _without_origin(text: str) -> str:
@@ -113,7 +156,7 @@ def _without_origin(text: str) -> str:
     return re.sub(r"(?ms)^Written by .*?\n(\n|\Z)", "", text)
 
 
-def _footer(page: str) -> Iterator[str]:
+def _footer(page: str, count: int, found: list[str]) -> Iterator[str]:
     here = importlib.metadata.version("jax")
     if not page:
         yield f"No page shows these figures. Measured with JAX {here}."
@@ -122,10 +165,12 @@ def _footer(page: str) -> Iterator[str]:
     measured = re.findall(r"Measured on .*? with JAX (\S+)\.", page)
     yield f"In brackets: what the pages show, if it differs. It is from {' '.join(origin.split())}"
     yield from re.findall(r"(?m)^.*Measured on .*? with JAX \S+\.", page)
-    if set(measured) == {here}:
-        yield f"JAX here: {here}, the same."
-    else:
+    if set(measured) != {here}:
         yield (
             f"JAX here: {here}, another version. It compiles other programs, so that times and "
             "memory may differ."
         )
+        return
+    end = ":" if found else "."
+    yield f"JAX here: {here}, the same. {count} figures compared; {len(found)} do not agree{end}"
+    yield from (f"  {words}" for words in found)

@@ -59,7 +59,7 @@ def table(name: str) -> list[dict[str, str]]:
 
 
 def stamps(platform: str = "cpu") -> dict[str, Stamp]:
-    """When each result was measured, and with which code."""
+    """When each result was measured, and with which JAX."""
     found = {
         f"{platform}.json, {part}": Stamp(**s) for part, s in document(platform)["measured"].items()
     }
@@ -67,24 +67,6 @@ def stamps(platform: str = "cpu") -> dict[str, Stamp]:
         if not path.with_suffix(".json").exists():
             found[path.name] = read(path.read_text(encoding="utf-8"))
     return found
-
-
-def older() -> list[str]:
-    """The names of the results that are older than the code."""
-    return [name for name, stamp in stamps().items() if stamp.is_older()]
-
-
-def say_older() -> None:
-    """Print how many results are older than the code.
-
-    The build goes on: to measure all takes hours of an idle machine, so that otherwise no change of
-    the code could be built. The pages say when each was measured.
-    """
-    if names := older():
-        print(
-            f"{len(names)} results were measured before the code changed; docs/benchmarks.md lists"
-        )
-        print("them, docs/README.md says why that is no error.")
 
 
 def command(name: str) -> str:

@@ -97,7 +97,9 @@ def report(rows: Rows, command: str) -> str:
         "smaller one, which is timed but not shown. *share*: the time of the best tile over that "
         "of the default one, or of `jax.vmap`; above 1, it is faster than the best tile.",
         "",
-        *_table(("", "rows", "default, mean", "worst", "jax.vmap, mean", "worst"), _summary(rows)),
+        *_table(
+            ("", "rows", "default, mean", "its worst", "jax.vmap, mean", "worst"), _summary(rows)
+        ),
         "",
         *_table(
             (*("kernel", "", "best tile", "default tile", "best, ms", "default, ms"), *_SHARES),

@@ -23,7 +23,6 @@ sys.path.insert(0, str(BENCHMARKS))
 import shown  # noqa: E402
 
 shown.check()  # the figures, and the words about them, against what was measured
-shown.say_older()  # no error: README.md says why
 
 TAGLINE = "Write a JAX function for one item. Call it on any batch, in bounded memory."
 project = "rankax"

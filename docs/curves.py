@@ -101,15 +101,14 @@ def _sentence(stamp):
 
 
 def ages():
-    """When each result was measured, and whether the code has changed since."""
+    """When, at which commit and with which JAX each result was measured."""
     lines = [
-        "| result | command | measured on | commit | JAX | code has changed since |",
-        "|---|---|---|---|---|---|",
+        "| result | command | measured on | commit | JAX |",
+        "|---|---|---|---|---|",
     ]
     for name, stamp in _newest_first(shown.stamps().items(), lambda item: item[1]):
-        changed = "yes" if stamp.is_older() else "no"
         command = shown.command(re.split(r"\.", name)[0])
-        cells = [f"`{name}`", f"`{command}`", stamp.date, f"`{stamp.commit}`", stamp.jax, changed]
+        cells = [f"`{name}`", f"`{command}`", stamp.date, f"`{stamp.commit}`", stamp.jax]
         lines.append(f"| {' | '.join(cells)} |")
     return Markdown("\n".join(lines))
 

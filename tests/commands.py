@@ -4,7 +4,8 @@
     python tests/commands.py [WORDS]    # those that contain these words
 
 Those of more than a minute are asked for their help instead. `LONG` says which; a test fails if a
-page names another command. None may change a file of the clone.
+page names another command. None may change a file of the clone. Figures have to agree with those of
+the pages, unless these are of another version of JAX (`benchmarks/page.py`).
 """
 
 import re
@@ -31,6 +32,7 @@ SHORT = {
     "python -m rankax stream --help",
     "python benchmarks --memory",
     "python benchmarks/lockstep.py oscillator",
+    'python benchmarks/once.py "net 3-64-64-3"',
     "python benchmarks/reductions.py sum",
     "python benchmarks/scan_levels.py",
     "python examples/cluster.py",
@@ -97,15 +99,15 @@ def main() -> None:
             run = f"{' '.join(command.split()[:2])} --help" if is_help else command
             if words not in run and run != "python -m pip install .":
                 continue
-            seconds, problem = tried(run, clone, environment)
-            sys.stdout.write(f"{seconds:4.0f} s  {run}{problem and f': {problem}'}\n")
+            seconds, said, problem = tried(run, clone, environment)
+            sys.stdout.write(f"{seconds:4.0f} s  {run}{problem and f': {problem}'}\n{said}")
             sys.stdout.flush()
             failed += [run] if problem else []
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
-def tried(command: str, clone: Path, environment: Path) -> tuple[float, str]:
-    """Return how long a command takes, and what is wrong, if anything."""
+def tried(command: str, clone: Path, environment: Path) -> tuple[float, str, str]:
+    """Return how long a command takes, how its figures compare, and what is wrong, if anything."""
     binaries = shlex.quote(str(environment / "bin"))
     line = ["bash", "-c", f"export PATH={binaries}:$PATH; {command}"]
     begin, problem = time.perf_counter(), ""
@@ -114,18 +116,19 @@ def tried(command: str, clone: Path, environment: Path) -> tuple[float, str]:
             line, cwd=clone, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return MOST_SECONDS, f"more than {MOST_SECONDS} s"
+        return MOST_SECONDS, "", f"more than {MOST_SECONDS} s"
     seconds = time.perf_counter() - begin
     status = ["git", "status", "--porcelain", "benchmarks", "docs", "README.md", "src"]
     changed = subprocess.run(status, cwd=clone, capture_output=True, text=True, check=True).stdout
     is_figure = command.startswith("python benchmarks") and "--help" not in command
+    said = "".join(re.findall(r"(?ms)^JAX here: .*", run.stdout)) if is_figure else ""
     if run.returncode:
         problem = f"exit {run.returncode}: {(run.stderr or run.stdout)[-2000:]}"
     elif changed:
         problem = f"changed {changed}"
-    elif is_figure and "In brackets: what the pages show" not in run.stdout:
-        problem = "prints no figure of a page"
-    return seconds, problem
+    elif is_figure and not re.search(r"another version|[1-9]\d* figures .*; 0 do not", said):
+        problem = "figures" if said else "prints no figure of a page"
+    return seconds, said, problem
 
 
 if __name__ == "__main__":

@@ -213,11 +213,62 @@ def test_figures_stand_beside_those_of_the_page(page, monkeypatch):
         "may differ.",
     ]
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0.1")
-    assert page.beside(FOUND, SHOWN).endswith("JAX here: 0.12.0.1, the same.")
+    assert page.beside(FOUND, SHOWN).endswith(
+        "JAX here: 0.12.0.1, the same. 6 figures compared; 0 do not agree."
+    )
     assert "(3.0)" not in page.beside(FOUND, "")
     assert page.beside(FOUND, "").endswith(
         "No page shows these figures. Measured with JAX 0.12.0.1."
     )
+
+
+@pytest.mark.parametrize(
+    ("here", "shown", "column", "section"),
+    [
+        ("66", "263", "ms", ""),
+        ("0.24", "0.22", "temporaries, MB", ""),
+        ("0.24", "0.85", "rankax", ""),
+        ("29 ms, 22 MB", "99 ms, 24 MB", "jax.vmap", ""),
+        ("950 kB", "1.0 MB", "rankax", ""),
+        ("0.00", "0.01", "rankax", "Temporaries in MB"),
+        ("not run", "12", "ms", ""),
+        ("—", "12", "ms", ""),
+    ],
+)
+def test_figures_that_agree(page, here, shown, column, section):
+    assert differing(page, here, shown, column, section) == []
+
+
+@pytest.mark.parametrize(
+    ("here", "shown", "column", "section"),
+    [
+        ("66", "270", "ms", ""),
+        ("0.24", "0.34", "temporaries, MB", ""),
+        ("29 ms, 22 MB", "29 ms, 33 MB", "jax.vmap", ""),
+        ("0 MB", "900 kB", "rankax", ""),
+        ("1.1 MB", "1.1 GB", "rankax", ""),
+        ("0.00", "0.02", "rankax", "Temporaries in MB"),
+        ("2.0", "3.0", "evaluations of a step", ""),
+        ("0.2 s", "10 ms", "rankax", ""),
+    ],
+)
+def test_figures_that_do_not_agree(page, here, shown, column, section):
+    (words,) = differing(page, here, shown, column, section)
+    assert words == f"sum, {column}: {here} ({shown})"
+    assert differing(page, shown, here, column, section) == [f"sum, {column}: {shown} ({here})"]
+
+
+def differing(page, here, shown, column, section):
+    table = f"## {section}\n\n| task | | {column} |\n|---|---|---:|\n| sum | | {{}} |\n"
+    return page.compared(table.format(here), table.format(shown))[1]
+
+
+def test_the_figures_that_do_not_agree_are_named(page, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0.1")
+    assert page.beside(FOUND.replace("5.5", "55"), SHOWN).splitlines()[-2:] == [
+        "JAX here: 0.12.0.1, the same. 6 figures compared; 1 do not agree:",
+        "  waves, ms: 55 (3.0)",
+    ]
 
 
 @pytest.mark.parametrize("write", [False, True])
@@ -235,6 +286,8 @@ def test_every_result_can_be_compared(page):
         text = file.read_text(encoding="utf-8")
         keys = [row.key for row in page._rows(text)]
         assert len(keys) == len(set(keys)) > 0
+        count, differing = page.compared(text, text)
+        assert (count > 0, differing) == (True, [])
         assert "--write`" in text
 
 
