@@ -23,6 +23,13 @@ import numpy as np
 
 __all__ = ["main"]
 
+# What the library says of a call, in words of a command.
+_WORDS = {
+    "the same call resumes": "the same command with --resume goes on",
+    "resume=False": "--resume is not given",
+    'call jax.config.update("jax_enable_x64", True) first': "set JAX_ENABLE_X64=1",
+}
+
 
 def stream(kernel: str, inputs: Any, *, plan_only: bool, **options: Any) -> None:
     r"""Call a kernel on arrays in files that are larger than memory, and store what it returns.
@@ -101,7 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.pop("command")(**given)
     except (Exception, KeyboardInterrupt) as error:
         first = str(error) or type(error).__name__
-        sys.stderr.write("\n".join([first, *getattr(error, "__notes__", ()), ""]))
+        text = "\n".join([first, *getattr(error, "__notes__", ()), ""])
+        for of_call, of_command in _WORDS.items():
+            text = text.replace(of_call, of_command)
+        sys.stderr.write(text)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
@@ -149,7 +159,7 @@ def _opened(name: str, value: str) -> Any:
         with contextlib.suppress(ValueError):
             return number(value)
     path = Path(value)
-    site, stem = f"--in {name}={value}", path.with_suffix("")
+    site, stem = f"--in {name}={value}", value.removesuffix(path.suffix)
     for file in path.parents:
         if file.suffix in (".h5", ".hdf5") and file.exists():
             if importlib.util.find_spec("h5py") is None:
@@ -161,7 +171,8 @@ def _opened(name: str, value: str) -> Any:
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         except (EOFError, ValueError) as error:
-            raise ValueError(f"{site}: numpy.save did not write this: {error}") from error
+            why = "numpy.save did not write this, or it has Python objects"
+            raise ValueError(f"{site}: {why}") from error
     if path.suffix == ".npz":
         names = ", ".join(np.load(path, allow_pickle=False).files)
         raise ValueError(
@@ -173,7 +184,13 @@ def _opened(name: str, value: str) -> Any:
             f"{site}: must be a .npy file, an array of zarr or a data set of HDF5; of text, in "
             f"Python, numpy.save('{stem}.npy', numpy.loadtxt('{value}', 'float32', delimiter=','))"
         )
-    return importlib.import_module("zarr").open_array(path, mode="r")
+    if not any((path / file).exists() for file in ("zarr.json", ".zarray")):
+        raise ValueError(f"{site}: must be an array of zarr, but is another folder")
+    found = importlib.import_module("zarr").open(path, mode="r")
+    if not hasattr(found, "shape"):
+        arrays = ", ".join(f"{value}/{key}" for key, _ in found.arrays())
+        raise ValueError(f"{site}: must be an array, but is a group of zarr; it has {arrays}")
+    return found
 
 
 if __name__ == "__main__":

@@ -463,7 +463,7 @@ def test_pickles_are_not_read(tmp_path, capsys):
     zarr.create_array(tmp_path / "z", shape=(3, 3), chunks=(3, 3), dtype="f4", zarr_format=2)
     file = tmp_path / "z" / ".zarray"
     file.write_text(json.dumps({**json.loads(file.read_text()), "compressor": {"id": "pickle"}}))
-    for name, words in (("o.npy", "Python objects in dtype"), ("z", "pickle")):
+    for name, words in (("o.npy", "or it has Python objects"), ("z", "pickle")):
         status, text = shell(
             capsys, "stream", KERNEL, "--out", tmp_path / "a", "--in", f"x={tmp_path / name}"
         )
@@ -632,7 +632,8 @@ def test_the_command_streams_and_resumes(tmp_path, out, capsys):
     stored = zarr.open_group(out, mode="r")
     want = stream_child.both(x[:, None], y)
     assert_same({name: jnp.asarray(stored[name][...]) for name in want}, want)
-    exists = f"rankax.stream.run(both): {out} exists, and resume=False; give another out\n"
+    why = "--resume is not given"
+    exists = f"rankax.stream.run(both): {out} exists, and {why}; give another out\n"
     assert shell(capsys, *call) == (1, exists)
     assert shell(capsys, *call, "--resume")[0] == 0
 
@@ -668,10 +669,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, out, capsys):
     np.savez(tmp_path / "x.npz", one=np.ones(3), two=np.ones(3))
     np.savetxt(tmp_path / "x.csv", np.ones((3, 3)), delimiter=",")
     (tmp_path / "empty.npy").touch()
+    (tmp_path / "folder").mkdir()
+    zarr.create_array(tmp_path / "group.zarr/one", data=np.ones(3))
+    zarr.open_group(tmp_path / "group.zarr")
     for name, words in {
         "x.npz": "it has one, two; in Python, numpy.save(",
         "x.csv": "numpy.loadtxt(",
-        "empty.npy": "numpy.save did not write this: ",
+        "empty.npy": "numpy.save did not write this, or it has Python objects",
+        "folder": "must be an array of zarr, but is another folder",
+        "group.zarr": "/one\n",
         "none.npy": "there is no such file in ",
         "none.zarr/x": "there is no such file in ",
     }.items():

@@ -46,7 +46,7 @@ def recorded(path: Path) -> dict[str, Any]:
 def is_free(path: Path) -> bool:
     """Whether nothing is there, or only what a run had begun to create when it was stopped."""
     if not (path / STATES).parent.is_dir():
-        return not path.is_file() and not any(path.glob("*"))
+        return not path.exists() or (path.is_dir() and not any(path.iterdir()))
     names = {file.name for file in path.rglob("*") if not file.is_dir()}
     return all(name in ("zarr.json", _LOCK) or name.endswith(".partial") for name in names)
 
