@@ -3,9 +3,9 @@
 
 A benchmark writes only with ``--write``. Until then its tables go to the standard output, beside
 those in its file of results, and what it does meanwhile to the standard error. The last lines name
-the figures that do not agree: times and ratios by a factor of `FACTOR`, because machines differ;
-memory and counts, which the compiler decides, by a share of `SHARE`. With another JAX, nothing is
-compared.
+the figures that do not agree: memory and counts, which the compiler decides, by a share of `SHARE`;
+times and ratios by a factor of `FACTOR`. A machine may be slower as a whole, or busy: that is taken
+out of columns of times. With another JAX, nothing is compared.
 
 A row is found by its cells in the columns that identify it, whose rule is ``---``. Columns of
 what was measured are set right, ``---:``, or are words, ``:---``.
@@ -17,6 +17,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -87,36 +88,61 @@ def _beside(cell: str, old: str) -> str:
     return f"{cell} ({old})" if old and old != cell else cell
 
 
-def compared(text: str, page: str) -> tuple[int, list[str]]:
-    """Return how many figures both have, and those that do not agree, in words."""
+def compared(text: str, page: str) -> tuple[int, float, list[str]]:
+    """Return how many figures both have, how slow this machine is, and what does not agree."""
     were = {row.key: dict(row.cells) for row in _rows(page)}
-    count, found = 0, []
-    for row in _rows(text):
-        old = were.get(row.key, {})
-        for column, cell in row.measured:
-            pairs = _pairs(cell, old.get(column, ""))
-            count += len(pairs)
-            if not all(_agree(*pair, f"{row.key[0]} {column}") for pair in pairs):
-                names = [name for _, name in row.key[1] if name]
-                found.append(f"{', '.join([*names, column])}: {_beside(cell, old[column])}")
-    return count, found
+    figures = [
+        (row, column, cell, old, pair)
+        for row in _rows(text)
+        for column, cell in row.measured
+        if (old := were.get(row.key, {}).get(column))
+        for pair in _pairs(cell, old)
+    ]
+    times = [
+        here.value / there.value
+        for _, column, _, _, (here, there) in figures
+        if _is_time(here, column) and here.value * there.value
+    ]
+    slow = statistics.median(times) if times else 1.0
+    found = [
+        f"{', '.join([*(name for _, name in row.key[1] if name), column])}: {_beside(cell, old)}"
+        for row, column, cell, old, pair in figures
+        if not _agree(*pair, f"{row.key[0]} {column}", slow if _is_time(pair[0], column) else 1.0)
+    ]
+    return len(figures), slow, list(dict.fromkeys(found))
 
 
-def _pairs(cell: str, old: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-    """The numbers of two cells, beside their units; none where one has words."""
-    both = [re.findall(r"(\d[\d,]*(?:\.\d+)?) ?(\w+)?", text) for text in (cell, old)]
+class _Number(NamedTuple):
+    value: float
+    digit: float  # the last one that is shown
+    unit: str
+
+
+def _pairs(cell: str, old: str) -> list[tuple[_Number, _Number]]:
+    """The numbers of two cells; none where one has words."""
+    both = [
+        [
+            _Number(float(number.replace(",", "")) * scale, scale / 10 ** len(rest), unit)
+            for number, rest, unit in re.findall(r"(\d[\d,]*(?:\.(\d+))?) ?(\w+)?", text)
+            for scale in [UNITS.get(unit, 1)]
+        ]
+        for text in (cell, old)
+    ]
     return list(zip(*both, strict=True)) if len(both[0]) == len(both[1]) else []
 
 
-def _agree(here: tuple[str, str], page: tuple[str, str], words: str) -> bool:
-    def read(number: str, unit: str) -> tuple[float, float]:
-        number, scale = number.replace(",", ""), UNITS.get(unit, 1)
-        return float(number) * scale, scale / 10 ** len(number.partition(".")[2])
+def _is_time(number: _Number, column: str) -> bool:
+    return (
+        number.unit in ("s", "ms", "us") or re.search(r"\b(ms|s|us|seconds)\b", column) is not None
+    )
 
-    (less, digit), (more, other) = sorted([read(*here), read(*page)])
-    is_exact = here[1].endswith("B") or (here[1] not in UNITS and EXACT.search(words))
-    most = less + SHARE * more if is_exact else FACTOR * less
-    return more <= most + min(digit, other)
+
+def _agree(here: _Number, page: _Number, words: str, slow: float) -> bool:
+    less, more = sorted([here.value / slow, page.value])
+    digit = min(here.digit / slow, page.digit)
+    if here.unit.endswith("B") or (here.unit not in UNITS and EXACT.search(words)):
+        return more * (1 - SHARE) <= less + digit
+    return more <= FACTOR * (less + digit)
 
 
 class _Row(NamedTuple):
@@ -156,7 +182,7 @@ def _without_origin(text: str) -> str:
     return re.sub(r"(?ms)^Written by .*?\n(\n|\Z)", "", text)
 
 
-def _footer(page: str, count: int, found: list[str]) -> Iterator[str]:
+def _footer(page: str, count: int, slow: float, found: list[str]) -> Iterator[str]:
     here = importlib.metadata.version("jax")
     if not page:
         yield f"No page shows these figures. Measured with JAX {here}."
@@ -172,5 +198,6 @@ def _footer(page: str, count: int, found: list[str]) -> Iterator[str]:
         )
         return
     end = ":" if found else "."
-    yield f"JAX here: {here}, the same. {count} figures compared; {len(found)} do not agree{end}"
+    yield f"JAX here: {here}, the same. Times are {slow:.2g} times the page's."
+    yield f"{count} figures compared; {len(found)} do not agree{end}"
     yield from (f"  {words}" for words in found)

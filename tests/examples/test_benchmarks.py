@@ -214,7 +214,8 @@ def test_figures_stand_beside_those_of_the_page(page, monkeypatch):
     ]
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0.1")
     assert page.beside(FOUND, SHOWN).endswith(
-        "JAX here: 0.12.0.1, the same. 6 figures compared; 0 do not agree."
+        "JAX here: 0.12.0.1, the same. Times are 1 times the page's.\n"
+        "6 figures compared; 0 do not agree."
     )
     assert "(3.0)" not in page.beside(FOUND, "")
     assert page.beside(FOUND, "").endswith(
@@ -225,10 +226,11 @@ def test_figures_stand_beside_those_of_the_page(page, monkeypatch):
 @pytest.mark.parametrize(
     ("here", "shown", "column", "section"),
     [
-        ("66", "263", "ms", ""),
+        ("66", "264", "rankax", ""),
         ("0.24", "0.22", "temporaries, MB", ""),
         ("0.24", "0.85", "rankax", ""),
-        ("29 ms, 22 MB", "99 ms, 24 MB", "jax.vmap", ""),
+        ("29 ms, 22 MB", "999 ms, 24 MB", "jax.vmap", ""),
+        ("580", "66", "ms", ""),
         ("950 kB", "1.0 MB", "rankax", ""),
         ("0.00", "0.01", "rankax", "Temporaries in MB"),
         ("not run", "12", "ms", ""),
@@ -242,14 +244,13 @@ def test_figures_that_agree(page, here, shown, column, section):
 @pytest.mark.parametrize(
     ("here", "shown", "column", "section"),
     [
-        ("66", "270", "ms", ""),
+        ("66", "269", "rankax", ""),
         ("0.24", "0.34", "temporaries, MB", ""),
         ("29 ms, 22 MB", "29 ms, 33 MB", "jax.vmap", ""),
         ("0 MB", "900 kB", "rankax", ""),
         ("1.1 MB", "1.1 GB", "rankax", ""),
         ("0.00", "0.02", "rankax", "Temporaries in MB"),
         ("2.0", "3.0", "evaluations of a step", ""),
-        ("0.2 s", "10 ms", "rankax", ""),
     ],
 )
 def test_figures_that_do_not_agree(page, here, shown, column, section):
@@ -260,13 +261,27 @@ def test_figures_that_do_not_agree(page, here, shown, column, section):
 
 def differing(page, here, shown, column, section):
     table = f"## {section}\n\n| task | | {column} |\n|---|---|---:|\n| sum | | {{}} |\n"
-    return page.compared(table.format(here), table.format(shown))[1]
+    return page.compared(table.format(here), table.format(shown))[2]
+
+
+def test_a_machine_that_is_slow_as_a_whole_agrees(page):
+    def table(*times):
+        lines = (f"| {name} | {ms} | {ms} |" for name, ms in zip("abcd", times, strict=True))
+        return "\n".join(["| task | ms | compile, s |", "|---|---:|---:|", *lines])
+
+    shown = table(10, 20, 30, 40)
+    assert page.compared(table(90, 180, 270, 300), shown)[1:] == (9, [])
+    assert page.compared(table(90, 180, 270, 3000), shown)[1:] == (
+        9,
+        ["d, ms: 3000 (40)", "d, compile, s: 3000 (40)"],
+    )
 
 
 def test_the_figures_that_do_not_agree_are_named(page, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0.1")
-    assert page.beside(FOUND.replace("5.5", "55"), SHOWN).splitlines()[-2:] == [
-        "JAX here: 0.12.0.1, the same. 6 figures compared; 1 do not agree:",
+    assert page.beside(FOUND.replace("5.5", "55"), SHOWN).splitlines()[-3:] == [
+        "JAX here: 0.12.0.1, the same. Times are 1 times the page's.",
+        "6 figures compared; 1 do not agree:",
         "  waves, ms: 55 (3.0)",
     ]
 
@@ -286,8 +301,8 @@ def test_every_result_can_be_compared(page):
         text = file.read_text(encoding="utf-8")
         keys = [row.key for row in page._rows(text)]
         assert len(keys) == len(set(keys)) > 0
-        count, differing = page.compared(text, text)
-        assert (count > 0, differing) == (True, [])
+        count, slow, differing = page.compared(text, text)
+        assert (count > 0, slow, differing) == (True, 1, [])
         assert "--write`" in text
 
 
