@@ -192,7 +192,7 @@ def test_weak_types_promote_inside_the_kernel_as_under_vmap(length):
     assert_same(chunked_vmap(one, 4)(weak), jax.vmap(one)(weak))
 
 
-@pytest.mark.parametrize("chunk_size", [1, slow(2), 3, slow(7), slow(None)])
+@pytest.mark.parametrize("chunk_size", [weekly(1), slow(2), 3, slow(7), slow(None)])
 @pytest.mark.parametrize(
     "x",
     [jnp.arange(7), jnp.arange(7.0), *(lax.full((7,), number) for number in (2, 2.0, 2j))],

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same
+from helpers import REMAT3, assert_same, weekly
 from rankax import auto_vmap, chunked_reduce, sliced_scan
 from rankax.reductions import Gram, Moments
 
@@ -86,7 +86,7 @@ def test_cotangents_of_what_items_share_do_not_drift(reduce, chunk_size):
         assert error(gradient(np.float32(1)), wide(values).sum() / size) < 8
 
 
-@pytest.mark.parametrize("count", [21, 40, 41, 1003])
+@pytest.mark.parametrize("count", [21, 40, weekly(41), weekly(1003)])
 def test_the_last_group_of_steps_may_be_shorter(count):
     x = jnp.asarray(DRAW.normal(size=(3, 2 * count)), jnp.float32)
     reduce = {"sum": "sum", "all": None, "best": "argmax", "moments": Moments()}
