@@ -85,7 +85,8 @@ def why_not(command: str) -> str | None:
 
 def main() -> None:
     words = " ".join(sys.argv[1:])
-    failed = []
+    failed: list[str] = []
+    done: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         clone, environment = Path(folder, "clone"), Path(folder, "venv")
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
@@ -97,8 +98,9 @@ def main() -> None:
                 sys.stdout.write(f"     -  {command}: {why}\n")
                 continue
             run = f"{' '.join(command.split()[:2])} --help" if is_help else command
-            if words not in run and run != "python -m pip install .":
+            if run in done or (words not in run and run != "python -m pip install ."):
                 continue
+            done.add(run)
             seconds, said, problem = tried(run, clone, environment)
             sys.stdout.write(f"{seconds:4.0f} s  {run}{problem and f': {problem}'}\n{said}")
             sys.stdout.flush()
