@@ -96,7 +96,9 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     notes += once.notes(call.apart.hoisted, plan) if call.apart else []
     notes += _notes_of_masks(call)
     notes += devices.notes(call.place, options)
-    return (*notes, *cpu_math.notes(options, jaxpr), *memory.notes(options, jaxpr, plan))
+    if options.reduce is None or not options.rules.tiles(jaxpr, 0).reduced:
+        notes += cpu_math.notes(options, jaxpr)
+    return (*notes, *memory.notes(options, jaxpr, plan))
 
 
 def _notes_of_masks(call: Traced) -> list[str]:
