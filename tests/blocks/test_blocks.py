@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 import rankax
 from helpers import assert_same, refusal, slow
 from rankax import BatchShapeError, CoreDimensionError, Ragged, RankError, SplitKey, auto_vmap
-from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
+from rankax.reductions import Best, BottomK, Fold, Gram, Moments, Several, TopK
 
 RNG = np.random.default_rng(0)
 S = RNG.normal(size=(4, 1)).astype("float32")
@@ -153,7 +153,8 @@ def test_the_bound_on_memory_holds_in_a_block():
 
 
 NAMES = ("sum", "prod", "max", "min", "argmin", "any", "all", "logsumexp", "gram")
-SOME, OTHERS = Several("mean", "argmax"), Several(*NAMES, Moments(), BottomK(2), TopK(3))
+OBJECTS = (Moments(), Gram(center=True), BottomK(2), TopK(3))
+SOME, OTHERS = Several("mean", "argmax"), Several(*NAMES, *OBJECTS)
 
 
 def output(s, v, m):

@@ -56,6 +56,7 @@ OTHERS = [
     ("argmax", scalar),
     ("argmin", scalar),
     ("gram", lambda x, w: jnp.tanh(w @ x)),
+    (rd.Gram(center=True), lambda x, w: jnp.tanh(w @ x)),
     (BY_LABEL, labelled),
     (LARGEST_BY_LABEL, labelled),
 ]

@@ -125,3 +125,16 @@ REFUSED = {
 @pytest.mark.parametrize(("text", "call"), REFUSED.items(), ids=range(len(REFUSED)))
 def test_what_needs_a_known_length(text, call):
     assert refusal(ValueError, exported, call, "4*n").partition("\n")[0] == text
+
+
+@pytest.mark.parametrize("reduce", ["sum", slow("logsumexp"), slow(TopK(2))], ids=str)
+def test_pairs_of_unknown_length_along_both_axes(reduce):
+    pairs = auto_vmap(0, 0, reduce=reduce, chunk_size=2)(lambda a, b: jnp.sin(a - 2 * b))
+    run, x = exported(lambda x: pairs(x[:, None], x), "2*n"), jnp.asarray(X)
+    plain = auto_vmap(0, reduce=reduce)(lambda y: y)
+
+    def by_hand(x):
+        return plain(jnp.ravel(jnp.sin(x[:, None] - 2 * x[None])))
+
+    want = by_hand(x), jax.grad(lambda x: total(by_hand(x)))(x)
+    assert_same(run(x), want, rtol=1e-3)

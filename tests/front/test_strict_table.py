@@ -96,19 +96,32 @@ MODES = [
     *(debug_nans, key_checker, checked_leaks, ranks_raise, in_shard_map, auto_mesh, explicit_mesh),
     *(no_transfers, exported, exported_for_any_length, lowered, in_threads),
 ]
+
+
+def on_the_host(x):
+    return jnp.asarray(np.asarray(x))
+
+
+def six_labels(x):
+    return x * jnp.repeat(jnp.arange(3.0), np.array([1, 3, 2]), total_repeat_length=6)[:, None]
+
+
+def in_fours(x):
+    return x.reshape(-1, 4, 3)
+
+
+TRACED = [in_shard_map, no_transfers, exported, exported_for_any_length, lowered]
+PADDED = ("bucket", "ragged")
+UNKNOWN = "has the unknown length 2\\*n"
+# What is refused, with which words, and the plain program that JAX itself refuses there. None: JAX
+# has one that works, so it is a limit of rankax, in docs/limits.md.
 REFUSED = {
-    # What is padded or read on the host is refused on such a mesh.
-    **{(explicit_mesh, name): "is sharded over devices, but " for name in ("bucket", "ragged")},
-    # The lengths of items are numbers, and scans have as many steps as they are told.
-    (exported_for_any_length, "ragged"): "values has 2\\*n rows",
-    (exported_for_any_length, "sliced_scan"): "has the unknown length 2\\*n; use jax.lax.scan",
-    (exported_for_any_length, "checkpointed"): "has the unknown length 2\\*n; use jax.lax.scan",
-    (exported_for_any_length, "lanes"): "counts the items, but the batch has the unknown length",
-    # Streams read arrays on the host: `test_no_program_reads_arrays_on_the_host`.
-    **{
-        (mode, "stream"): "is traced, but a stream reads it on the host"
-        for mode in (in_shard_map, no_transfers, exported, exported_for_any_length, lowered)
-    },
+    **{(explicit_mesh, name): ("is sharded over devices, but ", None) for name in PADDED},
+    **{(mode, "stream"): ("is traced, but a stream reads it", on_the_host) for mode in TRACED},
+    (exported_for_any_length, "ragged"): ("values has 2\\*n rows", six_labels),
+    (exported_for_any_length, "checkpointed"): (f"{UNKNOWN}; use jax.lax.scan", in_fours),
+    (exported_for_any_length, "sliced_scan"): (f"{UNKNOWN}; use jax.lax.scan", None),
+    (exported_for_any_length, "lanes"): ("counts the items, but the batch has the unknown", None),
 }
 AT_EACH_RUN = ("map", "max", "jacfwd")
 
@@ -125,7 +138,8 @@ def cells():
 def test_each_call_in_each_mode(mode, name):
     fun, plain = CALLS[name]
     gradient = name not in NO_GRADIENT
-    if words := REFUSED.get((mode, name)):
+    if (mode, name) in REFUSED:
+        words, _ = REFUSED[mode, name]
         with pytest.raises((TypeError, ValueError), match=words):
             mode(fun)
         return
@@ -134,10 +148,23 @@ def test_each_call_in_each_mode(mode, name):
     assert_same(got, want, rtol=1e-3, atol=1e-5)
 
 
+def cells_refused():
+    for (mode, name), (_, refused) in REFUSED.items():
+        marks = pytest.mark.weekly if refused is None else ()
+        yield pytest.param(mode, name, refused, id=f"{mode.__name__}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("mode", "name", "refused"), [*cells_refused()])
+def test_jax_itself_refuses_or_it_is_a_limit(mode, name, refused):
+    if refused is None:
+        plain = CALLS[name][1]
+        assert_same(mode(plain), plain(jnp.asarray(X)), rtol=1e-3)
+        return
+    with pytest.raises(Exception, match=r"Tracer|incompatible shapes|Cannot divide evenly"):
+        mode(refused)
+
+
 def test_no_program_reads_arrays_on_the_host():
-    """Nor does one of JAX itself."""
-    with pytest.raises(jax.errors.TracerArrayConversionError):
-        jax.jit(np.asarray)(X)
     for traced in (jax.jit(CALLS["stream"][0]), jax.grad(lambda x: CALLS["stream"][0](x).sum())):
         with pytest.raises(TypeError, match=r"v is traced, .* outside of jax.jit and jax.grad"):
             traced(jnp.asarray(X))

@@ -184,6 +184,8 @@ class _Jacobian:
         if isinstance(reduce, str):
             return self.diagonal(reduce)
         if isinstance(reduce, Gram):
+            if reduce.center:
+                raise ValueError(f"{self.site}: {reduce.name} is not for rows of a Jacobian")
             return self.gram(reduce.weights)
         if not self.columns:
             return self.over_basis(lambda i: self.x_tree.unflatten(self.image(i)), reduce=reduce)

@@ -55,7 +55,7 @@ from rankax.core.loop.loop import (
 )
 from rankax.core.loop.shared import MOST_PLAIN, add_exactly
 from rankax.core.loop.spec import items_at, vmap_level
-from rankax.core.plan.schedule import Chunks, Level, at_most
+from rankax.core.plan.schedule import Chunks, Level, at_most, is_known
 from rankax.core.protocols import Rules
 
 State = Any  # a pytree of arrays, each with slots
@@ -245,7 +245,8 @@ class Merged(Sink):
 
     def step(self, held: Any, tile: Tile) -> tuple[Any, None]:
         dtype = tile.slots.dtype
-        offset = tile.at.astype(dtype) * np.asarray(self.each).astype(dtype)
+        as_array = np.asarray if is_known(self.each) else jnp.asarray
+        offset = tile.at.astype(dtype) * as_array(self.each).astype(dtype)
         placed = self.accumulator.renumber(
             tile.outs[self.position], lambda index: index + offset.astype(index.dtype)
         )

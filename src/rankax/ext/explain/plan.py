@@ -3,12 +3,14 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from rankax.core.base.messages import listed, plural, table
 from rankax.core.plan.report import untouched_line
 from rankax.core.plan.schedule import LeafPlan, Level, Plan, Shape
+
+_MANY = 3  # leaves of one argument that are alike are one row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +159,8 @@ def _pairs_lines(plan: BatchPlan) -> list[str]:
     for leaf in plan.leaves if not plan.names else ():
         absent = len(plan.batch_shape) - len(leaf.lengths)
         axes = tuple([at for at, n in enumerate(leaf.lengths, absent) if n not in (None, 1)])
-        name = re.split(r"\W", leaf.path)[0]
         if axes and leaf.is_array:
-            by_axes.setdefault(axes, {}).setdefault(name, []).append(leaf)
+            by_axes.setdefault(axes, {}).setdefault(_argument(leaf), []).append(leaf)
     if len(plan.batch_shape) == 1:
         together, *others = [*by_axes.get((0,), {})] or [""]
         is_array = others and [leaf.path for leaf in by_axes[0,][together]] == [together]
@@ -178,8 +179,12 @@ def _text_table(plan: BatchPlan) -> list[str]:
     """Align words to the left, lengths of batch axes to the right."""
     header = ["leaf", "shape", "rank", "core", "batch axes" if plan.batch_shape else ""]
     words = plan.words if plan.names else ()
-    rows = [[x.path, str(x.shape), x.declared, str(x.core_shape)] for x in plan.leaves]
-    lengths = [_cells(leaf, plan.batch_shape) for leaf in plan.leaves]
+    groups = _named_groups(
+        plan.leaves, lambda x: (_argument(x), x.shape, x.declared, x.core_shape, x.lengths)
+    )
+    first = [(path, group[0]) for path, group in groups]
+    rows = [[path, str(x.shape), x.declared, str(x.core_shape)] for path, x in first]
+    lengths = [_cells(leaf, plan.batch_shape) for _, leaf in first]
     if plan.batch_shape:
         rows.append(["batch", str(plan.batch_shape), "", ""])
         lengths.append([str(size) for size in plan.batch_shape])
@@ -191,6 +196,26 @@ def _text_table(plan: BatchPlan) -> list[str]:
     if words:
         header[-1] = " ".join(map(str.rjust, words, widths))
     return [line[2:] for line in table(header, rows, ()).split("\n")]
+
+
+def _named_groups(
+    leaves: Sequence[LeafPlan], key: Callable[[LeafPlan], Hashable]
+) -> list[tuple[str, list[LeafPlan]]]:
+    """Return the leaves of which each argument has many alike under one name, others alone."""
+    alike: dict[Hashable, list[LeafPlan]] = {}
+    for leaf in leaves:
+        alike.setdefault(key(leaf), []).append(leaf)
+    found: list[tuple[str, list[LeafPlan]]] = []
+    for group in alike.values():
+        if len(group) < _MANY:
+            found += [(leaf.path, [leaf]) for leaf in group]
+        else:
+            found.append((f"{_argument(group[0])} ({len(group)} leaves)", group))
+    return found
+
+
+def _argument(leaf: LeafPlan) -> str:
+    return re.split(r"\W", leaf.path)[0]
 
 
 def _cells(leaf: LeafPlan, batch_shape: Shape) -> list[str]:
@@ -213,7 +238,8 @@ def _legend(plan: BatchPlan) -> list[str]:
 
 def _level_sentence(level: Level, plan: BatchPlan) -> str:
     """Describe one level: its axes, its tile, the leaves that it maps."""
-    paths = [leaf.path for leaf, mapped in zip(plan.leaves, level.mapped, strict=True) if mapped]
+    mapped = [leaf for leaf, mapped in zip(plan.leaves, level.mapped, strict=True) if mapped]
+    paths = [path for path, _ in _named_groups(mapped, _argument)]
     shown = paths if len(paths) <= 6 else [*paths[:4], f"{len(paths) - 4} more"]
     axes = ", ".join(plan.words[axis] for axis in level.axes)
     which = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"

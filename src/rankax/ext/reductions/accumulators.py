@@ -186,3 +186,49 @@ class Outer(Accumulator):
 
     def join(self, state: State) -> State:
         return jnp.sum(state, axis=-1, keepdims=True)
+
+
+class CenteredOuter(Outer):
+    """The count, the mean vector, and the sum of outer products of the distances from it.
+
+    Its states merge as those of `MomentsOf`.
+    """
+
+    drifts = False
+
+    def start(self, slots: int) -> State:
+        real = jnp.finfo(self.dtype).dtype
+        mean = fill(0, self.dtype, (self.length, 1))
+        return fill(0, real, (1,)), mean, super().start(slots)
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        items, real = tile[1].astype(self.dtype), jnp.finfo(self.dtype).dtype
+        if counts is None:
+            return self.merge(state, self._around_mean(jnp.ones(items.shape[-1], real), items))
+        items = choose(counts, items, jnp.zeros_like(items))
+        return self.merge(state, self._around_mean(counts.astype(real), items))
+
+    def nothing(self) -> Any:
+        return None
+
+    def merge(self, first: State, second: State) -> State:
+        pairs = zip(first[:2], second[:2], strict=True)
+        numbers, means = (jnp.concatenate(pair, axis=-1) for pair in pairs)
+        number, mean, between = self._around_mean(numbers, means)
+        return number, mean, first[2] + second[2] + between
+
+    def join(self, state: State) -> State:
+        number, mean, between = self._around_mean(*state[:2])
+        return number, mean, super().join(state[2]) + between
+
+    def _around_mean(self, numbers: Any, items: Any) -> State:
+        """Return the state of items, each of which is there so many times."""
+        total, count = jnp.sum(numbers, keepdims=True), lax.expand_dims(numbers, (0,))
+        share = (count / jnp.maximum(total, 1)[None]).astype(self.dtype)
+        mean = items[:, :1]  # relative to which no large numbers are added up
+        off = items - mean
+        for _ in range(2):  # once more, for what rounding took from a mean far from the first item
+            more = jnp.sum(off * share, axis=-1, keepdims=True)
+            mean, off = mean + more, off - more
+        product = (jnp.conj(off) * count.astype(self.dtype)) @ off.T
+        return total, mean, lax.expand_dims(product, (2,))

@@ -25,7 +25,7 @@ from rankax.core.reduce.row import (
     Row,
     alone,
 )
-from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, Outer
+from rankax.ext.reductions.accumulators import CenteredOuter, LogSumExpOf, MomentsOf, Outer
 
 
 def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
@@ -206,32 +206,46 @@ class Moments(_Average):
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         dtype = wide(aval.dtype)
-        real = jnp.finfo(dtype).dtype
-        number = row.count
-        number = scalar(number, real) if isinstance(number, int) else jnp.asarray(number, real)
-        # The mean of no items is 0 in a state, as at the start of a loop.
-        share = 1 / jnp.maximum(number, 1)
 
-        def value(outs: list[jax.Array]) -> jax.Array:
-            return outs[position].astype(dtype)
-
-        def off_center(outs: list[jax.Array]) -> jax.Array:
-            return value(outs) - center
-
-        def squared(outs: list[jax.Array]) -> jax.Array:
-            off = off_center(outs)
+        def square(off: jax.Array) -> jax.Array:
             return jnp.real(off * jnp.conj(off))
 
-        (total,) = yield Request([_sum_of(0, aval, dtype)], (value,), is_constant=True)
-        # The distances from any constant give mean and variance, with all derivatives, in one pass;
-        # from the mean, no large numbers are subtracted from each other.
-        center = total[..., 0] * share.astype(dtype)
-        center = jnp.where(jnp.isfinite(center), center, jnp.zeros_like(center))
-        steps = [_sum_of(0, aval, dtype), _sum_of(1, aval, real)]
-        off, squares = yield Request(steps, (off_center, squared))
-        mean = lax.expand_dims(center, (center.ndim,)) + off * share.astype(dtype)
-        squares = squares - jnp.real(off * jnp.conj(off)) * share
-        return lax.expand_dims(number, (0,)), mean, squares
+        step = _sum_of(1, aval, jnp.finfo(dtype).dtype)
+        (*state, squares), off, share = yield from _around_mean(aval, row, position, square, step)
+        return *state, squares - square(off) * share
+
+
+def _around_mean(
+    aval: Any, row: Row, position: int, square: Callable[[jax.Array], jax.Array], step: Accumulation
+) -> Finding:
+    """Find the count, the mean and a sum of squares of the distances from a constant near it.
+
+    Distances from any constant give mean and variance, with all derivatives, in one pass; from the
+    mean, no large numbers are subtracted from each other. ``step`` adds up their ``square``. Also
+    returns the sum of the distances, and one divided by the count.
+    """
+    dtype = wide(aval.dtype)
+    real, number = jnp.finfo(dtype).dtype, row.count
+    number = scalar(number, real) if isinstance(number, int) else jnp.asarray(number, real)
+    # The mean of no items is 0 in a state, as at the start of a loop.
+    share = 1 / jnp.maximum(number, 1)
+
+    def value(outs: list[jax.Array]) -> jax.Array:
+        return outs[position].astype(dtype)
+
+    def off_center(outs: list[jax.Array]) -> jax.Array:
+        return value(outs) - center
+
+    def squared(outs: list[jax.Array]) -> jax.Array:
+        return square(off_center(outs))
+
+    (total,) = yield Request([_sum_of(0, aval, dtype)], (value,), is_constant=True)
+    center = total[..., 0] * share.astype(dtype)
+    center = jnp.where(jnp.isfinite(center), center, jnp.zeros_like(center))
+    steps, funs = [_sum_of(0, aval, dtype), step], (off_center, squared)
+    off, squares = yield Request(steps, funs, is_linear=isinstance(step.outputs, int))
+    mean = lax.expand_dims(center, (center.ndim,)) + off * share.astype(dtype)
+    return (lax.expand_dims(number, (0,)), mean, squares), off, share
 
 
 def _count(size: int | jax.Array) -> jax.Array:
@@ -254,17 +268,32 @@ class Gram(Reduction):
     weights : array or pytree, optional
         How much each row of a Jacobian counts, in the structure of the outputs or flat. Only for
         `rankax.chunked_jacfwd`, `rankax.chunked_jacrev` and `rankax.chunked_hessian`.
+    center : bool, default False
+        Take the mean vector from each item first, ``x - x.mean(0)``; of floats only. Divided by the
+        number of items, this is ``jnp.cov(x, rowvar=False, bias=True)``, conjugated. No large
+        numbers are subtracted from each other. A derivative takes a second pass. Not for Jacobians.
     """
 
     weights: Any = None
-
-    is_sum = True
+    center: bool = False
 
     def __post_init__(self) -> None:
         check_leaves("Gram", self.weights, "weights")
+        if not isinstance(self.center, bool):
+            raise TypeError(f"Gram: center must be True or False, got {self.center!r}")
+        if self.center and self.weights is not None:
+            raise TypeError("Gram: weights are for Jacobians, which center=True is not for")
 
     def __hash__(self) -> int:  # arrays have none
-        return hash((self.where, id(self.weights)))
+        return hash((self.where, id(self.weights), self.center))
+
+    @property
+    def name(self) -> str:
+        return "Gram(center=True)" if self.center else "gram"
+
+    @property
+    def is_sum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.center
 
     def lifted(self, out: Any, given: Any) -> tuple[Any, Any]:
         vector, _ = ravel_pytree(out)
@@ -273,20 +302,40 @@ class Gram(Reduction):
     def check(self, outputs: Outputs, count: int) -> None:
         if self.weights is not None:
             raise MisfitError("its weights are for the rows of a Jacobian; scale the output")
+        if self.center and not has_tangent(outputs.avals[1]):
+            raise MisfitError("center=True needs floats; return the output as a float")
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        return [(outs[0].T @ outs[1]).astype(outs[1].dtype)]  # strong, as every sum
+        first, second = outs
+        if self.center:
+            second = second.astype(wide(second.dtype))
+            second = second - jnp.mean(second, axis=0, keepdims=True)
+            first = jnp.conj(second)
+        return [(first.T @ second).astype(outs[1].dtype)]  # strong, as every sum
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
-        aval = outputs.avals[1]
-        product = Outer(aval.size, wide(aval.dtype))
-        return [Accumulation(outputs.positions, product, mask=outputs.mask)]
+        aval, product = outputs.avals[1], CenteredOuter if self.center else Outer
+        accumulator = product(aval.size, wide(aval.dtype))
+        return [Accumulation(outputs.positions, accumulator, mask=outputs.mask)]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
+        if not self.center:
+            return super().differentiable(outputs, row)
+        return [self._found(outputs.avals[1], row, outputs.positions[1])]
+
+    def _found(self, aval: Any, row: Row, position: int) -> Finding:
+        product = Accumulation((1, 0), Outer(aval.size, wide(aval.dtype)))
+        around = _around_mean(aval, row, position, jnp.conj, product)
+        (*state, products), off, share = yield from around
+        between = (jnp.conj(off) @ off.T) * share.astype(off.dtype)
+        return *state, products - lax.expand_dims(between, (2,))
 
     def numbers_of_tile(self, outputs: Outputs) -> int:
         return outputs.avals[1].size ** 2
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        return [state[0][..., 0].astype(outputs.avals[1].dtype)]
+        product = state[0][2] if self.center else state[0]
+        return [product[..., 0].astype(outputs.avals[1].dtype)]
 
     def assemble(self, outputs: Outputs, values: Any) -> Any:
         return values[0]
