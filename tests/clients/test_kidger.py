@@ -109,15 +109,32 @@ def test_implicit_solvers_are_differentiated_on_devices(options):
     assert jnp.allclose(slopes, 0.5 / jnp.sqrt(C), rtol=1e-5)
 
 
-def test_implicit_solvers_that_are_differentiated_from_outside():
-    """No device can do that in JAX: Equinox compares types, which name the mesh there."""
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"lockstep": False}])
+def test_implicit_solvers_that_are_differentiated_from_outside(options):
+    """A plain `jax.shard_map` cannot: Equinox compares types, which name the mesh there."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     plain = jax.shard_map(
         jax.vmap(solved), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"), check_vma=False
     )
-    for mapped in (plain, auto_vmap(0, devices=1)(solved)):
-        with pytest.raises(ValueError, match="Closure-converted function called with different"):
-            jax.grad(lambda c, mapped=mapped: mapped(c).sum())(C)
-    words = r"differentiate inside, as in auto_vmap\(...\)\(jax.grad\(f\)\), or use devices=False"
-    with pytest.raises(ValueError, match=words):
-        auto_vmap(0, devices=1, lockstep=False)(solved)(C)
+    with pytest.raises(ValueError, match="Closure-converted function called with different"):
+        jax.grad(lambda c: plain(c).sum())(C)
+    kernel = auto_vmap(0, devices=1, **options)(solved)
+    assert jnp.allclose(kernel(C), jnp.sqrt(C), rtol=1e-5)
+    slopes = jax.grad(lambda c: kernel(c).sum())(C)
+    assert jnp.allclose(slopes, 0.5 / jnp.sqrt(C), rtol=1e-5)
+
+
+def decayed(c):
+    term = diffrax.ODETerm(lambda t, y, c: -c * y)
+    steps = diffrax.PIDController(rtol=1e-5, atol=1e-5)
+    solution = diffrax.diffeqsolve(
+        term, diffrax.Tsit5(), 0, 1, 0.1, jnp.float32(1), c, stepsize_controller=steps
+    )
+    return solution.ys[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}])
+def test_a_differential_equation_on_devices_from_outside(options):
+    kernel = auto_vmap(0, devices=1, **options)(decayed)
+    slopes = jax.jit(jax.grad(lambda c: kernel(c).sum()))(C)
+    assert jnp.allclose(slopes, -jnp.exp(-C), rtol=1e-3)

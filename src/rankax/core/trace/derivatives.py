@@ -271,6 +271,24 @@ def vmapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> 
     return jax.vmap(fun, tuple(in_axes), out_axes, axis.name, axis.size, axis.spmd_name)
 
 
+def vmapped_program(
+    axis: Any, fun: Callable[..., list[Any]], dims: Sequence[Any], trace: Callable[[Any], Any]
+) -> tuple[ClosedJaxpr, list[int | None]]:
+    """Return the program of a function mapped along this axis, and where its outputs have it."""
+    out_dims: list[int | None] = []
+
+    def run(*items: Any) -> list[Any]:
+        outs = fun(*items)
+        # An output that is the same for all stays that: a caller may have said so in `out_axes`.
+        out_dims[:] = [None if getattr(out, "batch_dim", None) is None else 0 for out in outs]
+        return outs
+
+    closed = trace(vmapped(axis, run, dims, 0))
+    if None in out_dims:
+        closed = trace(vmapped(axis, run, dims, out_dims[:]))
+    return closed, out_dims
+
+
 def _under_vmap(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, other: Any
 ) -> tuple[list[Any], list[int | None]]:
@@ -279,17 +297,8 @@ def _under_vmap(
         out = _bind(args, call_jaxpr, other)
         return out, [None] * len(out)
 
-    out_dims: list[int | None] = []
-
-    def run(*items: Any) -> list[Any]:
-        outs = _run(*items, call_jaxpr=call_jaxpr)
-        # An output that is the same for all stays that: a caller may have said so in `out_axes`.
-        out_dims[:] = [None if getattr(out, "batch_dim", None) is None else 0 for out in outs]
-        return outs
-
-    closed = jax.make_jaxpr(vmapped(axis, run, dims, 0))(*args)
-    if None in out_dims:
-        closed = jax.make_jaxpr(vmapped(axis, run, dims, out_dims[:]))(*args)
+    run = functools.partial(_run, call_jaxpr=call_jaxpr)
+    closed, out_dims = vmapped_program(axis, run, dims, lambda fun: jax.make_jaxpr(fun)(*args))
     if other is None:
         return _run(*args, call_jaxpr=keep_rules(closed)), out_dims
     key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)

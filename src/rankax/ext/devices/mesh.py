@@ -33,7 +33,8 @@ from rankax.core.base.arrays import is_staged, on_mesh
 from rankax.core.trace import programs
 
 
-def _no_mesh() -> contextlib.AbstractContextManager[Any]:
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh that is set."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
@@ -56,7 +57,7 @@ def inside(parts: Sequence[Any]) -> Generator[None]:
         return
     token = _is_inside.set(True)
     try:
-        with _no_mesh():
+        with no_mesh():
             yield
     finally:
         _is_inside.reset(token)
@@ -113,7 +114,7 @@ _ONLY_MOVE = ("reshard", "sharding_constraint")
 def _unsharded(eqn: JaxprEqn) -> Any:
     shardings = {name: None for name, x in eqn.params.items() if isinstance(x, NamedSharding)}
     # `jax.vmap` of a kernel enters the mesh of what the kernel closes over, to broadcast it.
-    with eqn.ctx.manager, _no_mesh():
+    with eqn.ctx.manager, no_mesh():
         eqn = eqn.replace(ctx=type(eqn.ctx)())
     return programs.with_params(eqn, **shardings) if shardings else eqn
 
@@ -128,7 +129,7 @@ def _retraced(jaxpr: Jaxpr) -> Any:
     def run(*args: Any) -> list[Any]:
         return programs.evaluate(_untyped(apart), args[:count], *args[count:])
 
-    with _no_mesh():
+    with no_mesh():
         new = jax.make_jaxpr(run)(*avals).jaxpr
     if not count:
         return new

@@ -50,6 +50,7 @@ from rankax.core.trace.programs import ItemProgram, evaluate, with_variables
 from rankax.core.walk import Nest
 from rankax.ext.devices.mesh import Parts, gathered, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
+from rankax.ext.devices.plain_types import compares_types, with_plain_types
 from rankax.ext.runs import RunStates
 
 Leaves = list[Any]
@@ -138,6 +139,11 @@ def over_parts(
     avals = jax.tree.map(jax.typeof, arrays)
 
     def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
+        if compares_types(item.closed.jaxpr):
+            return with_plain_types(of_part, numbers, consts, leaves)
+        return of_part(numbers, consts, leaves)
+
+    def of_part(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
         consts, leaves = jax.tree.map(as_weak, (consts, leaves), avals)
         numbers = [lax.squeeze(n, (0,)) for n in numbers]
         pairs = list(zip(parts, numbers, strict=True))
