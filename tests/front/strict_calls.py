@@ -26,7 +26,7 @@ from rankax import (
     chunked_vmap,
     sliced_scan,
 )
-from rankax.reductions import Best, ByLabel, Fold, Histogram, Moments, TopK
+from rankax.reductions import Best, ByLabel, Fold, Gram, Histogram, Moments, TopK
 
 X = np.linspace(0.1, 1.0, 18, dtype=np.float32).reshape(6, 3)
 
@@ -79,6 +79,12 @@ def squares(v):
 
 def outer(x):
     found = jax.vmap(squares)(x)
+    return found.T @ found
+
+
+def centered_outer(x):
+    found = jax.vmap(squares)(x)
+    found = found - jnp.mean(found, axis=0, keepdims=True)
     return found.T @ found
 
 
@@ -179,6 +185,7 @@ CALLS = {
         chunked_reduce(squares, "gram", 2),
         lambda x: jax.vmap(squares)(x).T @ jax.vmap(squares)(x),
     ),
+    "centered": (chunked_reduce(squares, Gram(center=True), 2), centered_outer),
     "moments": (
         lambda x: chunked_reduce(kernel, Moments(), 2)(x)[1:],
         lambda x: (jnp.mean(rows(x)), jnp.var(rows(x))),

@@ -40,10 +40,6 @@ Devices = int | str | tuple[Any, ...] | PartitionSpec | None
 _HANGS = (0, 10) <= jax.__version_info__ < (0, 11)
 
 
-# How JAX and Equinox refuse arguments of other types than those that a function was converted for.
-_CONVERTED = ("Closure-converted function called", "pytree does not match out_structure")
-
-
 def checked_devices(value: Any, site: str) -> Devices:
     """Return a valid value of the option ``devices``, or raise."""
     is_name = isinstance(value, str)
@@ -120,7 +116,7 @@ def sharded_like(whole: Callable[[], Any], out: Any, leaves: Sequence[Any]) -> A
 
 @contextlib.contextmanager
 def committed_elsewhere(site: str, parts: tuple[Parts, ...]) -> Generator[None]:
-    """Say what to do where JAX refuses arrays of other devices, or types of one device.
+    """Say what to do where JAX refuses arrays of other devices.
 
     JAX has no class for this error, and the arrays, inside `jax.grad`, do not tell their devices.
     Test: ``tests/devices/test_chosen_devices.py::test_errors_of_devices``.
@@ -128,12 +124,6 @@ def committed_elsewhere(site: str, parts: tuple[Parts, ...]) -> Generator[None]:
     try:
         yield
     except ValueError as error:
-        if parts and any(text in str(error) for text in _CONVERTED):
-            raise ValueError(
-                f"{site}: the function uses jax.closure_convert, as implicit solvers do, and was "
-                "converted for arrays of one device, but devices share the batch; differentiate "
-                "inside, as in auto_vmap(...)(jax.grad(f)), or use devices=False and lockstep=True"
-            ) from error
         if not parts or "incompatible devices" not in str(error):
             raise
         raise ValueError(

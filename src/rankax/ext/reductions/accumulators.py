@@ -204,31 +204,42 @@ class CenteredOuter(Outer):
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         items, real = tile[1].astype(self.dtype), jnp.finfo(self.dtype).dtype
         if counts is None:
-            return self.merge(state, self._around_mean(jnp.ones(items.shape[-1], real), items))
-        items = choose(counts, items, jnp.zeros_like(items))
-        return self.merge(state, self._around_mean(counts.astype(real), items))
+            return self._with(state, jnp.ones(items.shape[-1], real), items)
+        return self._with(state, counts.astype(real), choose(counts, items, jnp.zeros_like(items)))
 
     def nothing(self) -> Any:
         return None
 
     def merge(self, first: State, second: State) -> State:
-        pairs = zip(first[:2], second[:2], strict=True)
-        numbers, means = (jnp.concatenate(pair, axis=-1) for pair in pairs)
-        number, mean, between = self._around_mean(numbers, means)
-        return number, mean, first[2] + second[2] + between
+        number, mean, products = self._with(first, *second[:2])
+        return number, mean, products + second[2]
 
     def join(self, state: State) -> State:
-        number, mean, between = self._around_mean(*state[:2])
-        return number, mean, super().join(state[2]) + between
+        number, mean, off = self._around_mean(*state[:2])
+        return number, mean, super().join(state[2]) + self._products(state[0], off)
 
-    def _around_mean(self, numbers: Any, items: Any) -> State:
-        """Return the state of items, each of which is there so many times."""
-        total, count = jnp.sum(numbers, keepdims=True), lax.expand_dims(numbers, (0,))
-        share = (count / jnp.maximum(total, 1)[None]).astype(self.dtype)
+    def _with(self, state: State, numbers: Any, items: Any) -> State:
+        """Add items, each of which is there so many times."""
+        count, center, products = state
+        number, mean, off = self._around_mean(numbers, items)
+        share = number / jnp.maximum(count + number, 1)
+        step = mean - center
+        # The distance of the means is one more item, so that one product adds all to the state.
+        numbers, off = jnp.concatenate([numbers, count * share]), jnp.concatenate([off, step], 1)
+        center = center + step * lax.expand_dims(share, (0,)).astype(self.dtype)
+        return count + number, center, products + self._products(numbers, off)
+
+    def _around_mean(self, numbers: Any, items: Any) -> tuple[Any, Any, Any]:
+        """Return the number of items alone, their mean, and their distances from it."""
+        total = jnp.sum(numbers, keepdims=True)
+        share = lax.expand_dims(numbers / jnp.maximum(total, 1), (0,)).astype(self.dtype)
         mean = items[:, :1]  # relative to which no large numbers are added up
         off = items - mean
         for _ in range(2):  # once more, for what rounding took from a mean far from the first item
             more = jnp.sum(off * share, axis=-1, keepdims=True)
             mean, off = mean + more, off - more
-        product = (jnp.conj(off) * count.astype(self.dtype)) @ off.T
-        return total, mean, lax.expand_dims(product, (2,))
+        return total, mean, off
+
+    def _products(self, numbers: Any, off: Any) -> Any:
+        weights = lax.expand_dims(numbers, (0,)).astype(self.dtype)
+        return lax.expand_dims((jnp.conj(off) * weights) @ off.T, (2,))
