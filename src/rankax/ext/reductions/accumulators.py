@@ -194,7 +194,7 @@ class CenteredOuter(Outer):
     Its states merge as those of `MomentsOf`.
     """
 
-    drifts = False
+    drifts = False  # pyright: ignore
 
     def start(self, slots: int) -> State:
         real = jnp.finfo(self.dtype).dtype
@@ -215,6 +215,8 @@ class CenteredOuter(Outer):
         return number, mean, products + second[2]
 
     def join(self, state: State) -> State:
+        if state[0].shape[0] == 1:
+            return state
         number, mean, off = self._around_mean(*state[:2])
         return number, mean, super().join(state[2]) + self._products(state[0], off)
 

@@ -279,7 +279,7 @@ class Gram(Reduction):
 
     def __post_init__(self) -> None:
         check_leaves("Gram", self.weights, "weights")
-        if not isinstance(self.center, bool):
+        if not isinstance(self.center, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Gram: center must be True or False, got {self.center!r}")
         if self.center and self.weights is not None:
             raise TypeError("Gram: weights are for Jacobians, which center=True is not for")
