@@ -189,7 +189,7 @@ def test_sines_are_left_to_the_library():
     chosen = total(lambda x: jnp.where(x > 0, jnp.sin(x), x))
     assert "cpu_math" in str(chosen.plan(SINES))
     assert chosen.plan(SINES).levels[0].tile <= 1024
-    assert not is_in_library(chosen, SINES)  # if it is: see `has_functions`
+    assert not is_in_library(chosen, SINES)  # if it is: see `_makes_numbers_of_sines`
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp"])

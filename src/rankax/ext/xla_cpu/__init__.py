@@ -12,11 +12,12 @@ new JAX, run ``tests/xla_cpu``, ``tests/trace/test_cpu_math.py`` and ``benchmark
 and delete the rules whose tests fail because the compiler learned.
 
 =================  ==============================================================================
-`rules`            when the rules hold; and how many items are evaluated at once
+`rules`            when the rules hold; how many items are evaluated at once, and which sums of a
+                   tile a library computes
 `kept_values`      values that several loops read are stored, inputs of some functions copied, and
                    small vectors that a reduction reads again stored by component
 `kept_residuals`   so is what a reverse pass reads again
 `extremes`         extremes compare less, or one tile later
-`library`          which sums a library computes
+`library`          which sums of a call without chunks a library computes
 =================  ==============================================================================
 """
