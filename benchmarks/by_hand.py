@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Time kernels of many fields beside what an expert writes by hand.
 
-    python benchmarks/by_hand.py [NAME ...] [--rounds 5] [--write]
+    python benchmarks/by_hand.py [NAME ...] [--rounds 9] [--write]
 
 prints, for each kernel and for its gradient, milliseconds of `jax.vmap`, of a loop by hand in
 chunks or blocks of as many items (`jax.lax.map` or `jax.lax.scan`, with `jax.checkpoint`), and of
 rankax with its defaults; the temporaries of the last two; and how long rankax takes beside the
 better of the first two. Where it takes longest comes first. One core; processor times in turns, the
-least of all rounds. ``--write`` stores the table.
+median of all rounds. ``--write`` stores the table.
 """
 
 import os
@@ -30,7 +30,7 @@ R = np.random.default_rng(0)
 HEAD = """# Many fields, beside by hand
 
 Written by `python benchmarks/by_hand.py --write`. One core, JAX {jax}, float32. Processor
-time in ms, the least of some turns, and temporaries in MB. Where rankax takes longest comes
+time in ms, the median of some turns, and temporaries in MB. Where rankax takes longest comes
 first. In {count} rows, rankax takes {median:.2f} of the time of the better of `jax.vmap` and
 the loop by hand in the median, and {worst:.2f} at worst.
 
@@ -355,7 +355,7 @@ def megabytes(f: Any, args: tuple[Any, ...]) -> float:
 def main() -> None:
     parser = page.arguments(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     if unknown := set(given.names) - ROWS.keys():
         parser.error(f"no kernel {min(unknown)!r}: the kernels are {', '.join(ROWS)}")

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: MIT
 """Time pair kernels whose arguments have work of their own, or multiply, beside plain JAX.
 
-    python benchmarks/once.py [NAME ...] [--points 2000] [--rounds 5] [--write]
+    python benchmarks/once.py [NAME ...] [--points 2000] [--rounds 9] [--write]
 
 prints, for sums over pairs (``reduce="sum", reduce_axis=-1``) and for maps in chunks of 64 rows,
 forward and gradient, milliseconds of `jax.vmap`, of `jax.lax.map` of 64 rows, of the same
 with the work of each point outside (by hand), and of rankax. Then how long rankax takes beside the
 better of the first two, and beside the third; where it takes longest comes first. One core;
-processor times in turns, the least of all rounds. ``--write`` stores the table.
+processor times in turns, the median of all rounds. ``--write`` stores the table.
 """
 
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +30,7 @@ R = np.random.default_rng(0)
 HEAD = """# Work that belongs to one side
 
 Written by `python benchmarks/once.py --write`. One core, JAX {jax}, float32;
-{points:,} x {points:,} pairs. Processor time in ms, the least of some turns. Where
+{points:,} x {points:,} pairs. Processor time in ms, the median of some turns. Where
 rankax takes longest comes first. In a map, it has 64 rows of pairs at once, as `lax.map` has.
 
 | kernel | of all pairs | {ways} | beside the better of the first two | beside by hand |
@@ -176,22 +177,22 @@ def ways(f: Pair, points: int, *, summed: bool) -> dict[str, Any]:
 
 
 def timed(functions: dict[str, Any], args: tuple[Any, ...], rounds: int) -> dict[str, float]:
-    """Return the least milliseconds of each function, which take turns."""
+    """Return the median milliseconds of each function, which take turns."""
     compiled = {name: jax.jit(f).lower(*args).compile() for name, f in functions.items()}
-    best = dict.fromkeys(functions, float("inf"))
+    spent: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds + 1):
         for name, f in compiled.items():
             begin = time.process_time()
             jax.block_until_ready(f(*args))
-            best[name] = min(best[name], 1e3 * (time.process_time() - begin))
-    return best
+            spent[name].append(1e3 * (time.process_time() - begin))
+    return {name: statistics.median(times[1:]) for name, times in spent.items()}
 
 
 def main() -> None:
     parser = page.arguments(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(KERNELS))
     parser.add_argument("--points", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     if unknown := set(given.names) - KERNELS.keys():
         parser.error(f"no kernel {min(unknown)!r}: the kernels are {', '.join(KERNELS)}")
