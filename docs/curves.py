@@ -314,7 +314,7 @@ def _without_sections(text):
 SECTIONS = (
     *("cpu", "cpu-math", "flags", "gpu-first", "h100-compiled", "jacobians", "lockstep"),
     "ragged",
-    *("labels", "once", "reductions", "scan_levels", "tiles", "tiles-one-core"),
+    *("by_hand", "labels", "once", "reductions", "scan_levels", "tiles", "tiles-one-core"),
 )
 UNSHOWN = ("tile-sizes",)  # about every kernel, for those who change the rule of tiles
 
