@@ -369,7 +369,7 @@ class Tiles(NamedTuple):
 
     forward: int | None = None
     derivative: int | None = None
-    side: int | None = None  # items along each of two levels, which multiply each other
+    side: int | None = None  # items along each of two levels, which share what they read
     rows: int = 0  # of a map with sides: the inner level is whole if so many of it are a chunk
     across: int = 0  # the most items along a kept axis that is contiguous where the reduced is not
     reduced: int | None = None  # the most items of a reduction that leaves functions to a library
