@@ -429,7 +429,8 @@ class ByLabel(_Labelled):
 
     Labels that are an argument:
 
-    >>> chunked_reduce(lambda x, label: x, ByLabel("label", length=2))(x, x.astype(int) % 2)
+    >>> per_label = chunked_reduce(lambda x, label: x, ByLabel("label", length=2), chunk_size=4)
+    >>> per_label(x, x.astype(int) % 2)
     Array([20., 25.], dtype=float32)
     """
 
