@@ -153,8 +153,15 @@ def test_axis_size_alone_gives_the_length(axis_size):
 # Leaves of every kind.
 
 
+keys_in_branches = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10, 2),
+    reason="JAX 0.10.0 refuses keys from a branch in a gradient: see docs/limits.md",
+)
+
+
 @pytest.mark.parametrize(
-    ("length", "chunk_size"), [(UNEVEN, 4), slow(5, 1), (0, 4), weekly(EVEN, 4)]
+    ("length", "chunk_size"),
+    [pytest.param(UNEVEN, 4, marks=keys_in_branches), slow(5, 1), (0, 4), weekly(EVEN, 4)],
 )
 def test_leaves_of_every_kind(length, chunk_size):
     numbers = np.arange(length)
