@@ -43,7 +43,8 @@ def test_without_the_rule_it_is_evaluated_twice():
 
 def carried(**options):
     """Return how many indices of items a loop carries."""
-    call = auto_vmap(0, 0, reduce="argmin", reduce_axis=-1, chunk_size=512, **options)(jnp.subtract)
+    options |= {"chunk_size": 512, "hoist": False}  # in tiles of one row
+    call = auto_vmap(0, 0, reduce="argmin", reduce_axis=-1, **options)(jnp.subtract)
     found = equations(jax.make_jaxpr(call)(X[:3, None], X).jaxpr)
     carries = [v.aval for eqn in found if eqn.primitive.name == "scan" for v in eqn.outvars]
     return max(aval.size for aval in carries if aval.dtype == jnp.int32)
