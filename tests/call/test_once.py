@@ -372,6 +372,9 @@ def test_pairs_of_numbers_have_two_sides():
     kernel = auto_vmap(0, 0, reduce="max", reduce_axis=-1)(lambda x, y: jnp.exp(-((x - y) ** 2)))
     assert tiles(kernel, x, y) == [125, 125]
     assert tiles(kernel.with_options(chunk_size=100), x, y) == [10, 10]
+    few, many = (jax.ShapeDtypeStruct(own, "float32") for own in ((3, 1), (100_000,)))
+    assert tiles(kernel, few, many) == [3, 1000]
+    assert tiles(kernel.with_options(chunk_size=512), few, many) == [3, 160]
     assert tiles(kernel.with_options(hoist=False), x, y) == [1, 1000]
     of_both = jax.ShapeDtypeStruct((2000, 2000), "float32")  # lies along both axes
     assert tiles(kernel, x, of_both) == [1, 1000]

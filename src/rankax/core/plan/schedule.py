@@ -562,7 +562,12 @@ def _cut(
     for level in reversed(levels):
         sizes = [level.size] if is_known(level.size) else []
         is_row = not cut and rows and bool(sizes) and rows * level.size <= chunk_size
-        most = min([*sizes, chunk_size, chunk_size if is_row or not side else side])
+        own = side
+        if side and not cut:  # of few rows, a longer part
+            around = levels[-2].size
+            few = around if at_most(around, side) else side
+            own = max(side, min(_MOST_OF_FEW_ROWS, side * side // few))
+        most = min([*sizes, chunk_size, chunk_size if is_row or not own else own])
         chunks = split_into_tiles(level.size, most, tile)
         cut.append(chunks)
         in_tile = chunks.tile or chunks.size
@@ -571,6 +576,7 @@ def _cut(
     return cut[::-1]
 
 
+_MOST_OF_FEW_ROWS = 1024  # items of a row, in a tile of two sides
 _LEAST_ACROSS = 32  # items: two lines of a cache, of float32
 
 NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
