@@ -324,7 +324,6 @@ def main() -> None:
     for name, part in FILES.items():
         (DOCS_PARTS / f"{name}.md").write_text(part(), encoding="utf-8")
     print("wrote README.md, docs/_static/memory.svg and docs/_parts")
-    say_older()
 
 
 if __name__ == "__main__":
