@@ -292,7 +292,8 @@ def test_cotangents_of_large_arguments_are_left_out():
     kernel = auto_vmap(0, 0, 0, reduce="sum", reduce_axis=-1, memory_limit="1 MB")(residual)
     arguments = shape(1_000_000), shape(1_000_000), shape(50, 1)
     of_all = kernel.plan(*arguments).memory
-    assert (of_all.cotangents, max(of_all.forward, of_all.gradient) < 200_000) == (0, True)
+    assert of_all.cotangents == 0
+    assert max(of_all.forward, of_all.gradient) < MB
 
     kernel = kernel.with_options(hoist=False)  # in tiles of one row
     plan = kernel.plan(*arguments)
