@@ -376,6 +376,8 @@ def test_pairs_of_numbers_have_two_sides():
     assert tiles(kernel, few, many) == [3, 1000]
     assert tiles(kernel.with_options(chunk_size=512), few, many) == [3, 160]
     assert tiles(kernel.with_options(hoist=False), x, y) == [1, 1000]
+    halves = (jax.ShapeDtypeStruct(own.shape, "bfloat16") for own in (x, y))
+    assert tiles(kernel, *halves) == [1, 1000]
     of_both = jax.ShapeDtypeStruct((2000, 2000), "float32")  # lies along both axes
     assert tiles(kernel, x, of_both) == [1, 1000]
     vectors = auto_vmap(1, 1, reduce="max", reduce_axis=-1)(lambda x, y: jnp.sum((x - y) ** 2))

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from rankax.core.base.arrays import has_tangent
+from rankax.core.base.arrays import has_tangent, is_narrow
 from rankax.core.declare.dims import Rank
 from rankax.core.plan.schedule import LeafPlan, Plan, Tiles, at_most, broadcast, leaf_plan
 from rankax.core.trace.programs import ItemProgram, evaluate, with_shape, with_variables
@@ -347,11 +347,15 @@ def notes(hoisted: Sequence[Hoisted], whole: Plan) -> list[str]:
 
 
 def _are_numbers_of_sides(jaxpr: Jaxpr, axes: Sequence[Axes], plan: Plan) -> bool:
-    """Whether an item computes numbers only, of inputs that each lack an axis of the items."""
+    """Whether an item computes numbers only, of inputs that each lack an axis of the items.
+
+    In half precision, each item of a tile may have a cotangent of its own, so rows are faster.
+    """
     most = sum(not at_most(size, 1) for size in plan.batch_shape)
     values = [v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
     are_numbers = not any(getattr(v.aval, "shape", ()) for v in (*values, *jaxpr.invars))
-    return are_numbers and all(len(own) < most for own in axes)
+    is_wide = not any(is_narrow(v.aval) for v in jaxpr.invars)
+    return are_numbers and is_wide and all(len(own) < most for own in axes)
 
 
 def with_sides(tiles: Tiles, jaxpr: Jaxpr, plan: Plan) -> Tiles:

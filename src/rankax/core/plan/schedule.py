@@ -487,9 +487,8 @@ def plan_levels(
     tile, other = [min(chunk_size, best or chunk_size) for best in tiles[:2]]
     merged = _merged(levels, batch_shape)
     if tiles.side and len(merged) > 1 and not merged[-2].reduced:
-        side = min(tiles.side, max(1, math.isqrt(chunk_size)))
-        rows = 0 if merged[-1].reduced else tiles.rows
-        cut = derivative = _cut(merged, chunk_size, chunk_size, side, rows)
+        sides = _sides(merged, tiles.side, tiles.rows, chunk_size)
+        cut = derivative = _cut(merged, chunk_size, chunk_size, sides)
     elif (row := _across(merged, tiles, chunk_size)) is not None:
         most = [level.size if level is row else 1 for level in merged]
         cut = derivative = list(map(split_into_chunks, [level.size for level in merged], most))
@@ -551,24 +550,28 @@ def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
     return merged
 
 
-def _cut(
-    levels: Sequence[Level], chunk_size: int, tile: int, side: int | None = None, rows: int = 0
-) -> list[Chunks]:
-    """Fill the tile from the innermost level outwards, each level up to ``side`` items.
+def _sides(levels: Sequence[Level], side: int, rows: int, chunk_size: int) -> list[int]:
+    """Return the most items of a tile along each level: ``side``, and more of a few rows.
 
-    The innermost one is whole, however long, if at least so many ``rows`` of it fit.
+    A map takes the innermost level whole, however long, if so many ``rows`` of it fit.
     """
+    side = min(side, max(1, math.isqrt(chunk_size)))
+    around, row = levels[-2:]
+    few = around.size if at_most(around.size, side) else side
+    along = max(side, min(_MOST_OF_FEW_ROWS, side * side // few))
+    if rows and not row.reduced and is_known(row.size) and rows * row.size <= chunk_size:
+        along = chunk_size
+    return [*[side] * (len(levels) - 1), along]
+
+
+def _cut(
+    levels: Sequence[Level], chunk_size: int, tile: int, sides: Sequence[int] | None = None
+) -> list[Chunks]:
+    """Fill the tile from the innermost level outwards, each level up to its side."""
     cut: list[Chunks] = []
-    for level in reversed(levels):
+    for level, side in zip(levels[::-1], (sides or [chunk_size] * len(levels))[::-1], strict=True):
         sizes = [level.size] if is_known(level.size) else []
-        is_row = not cut and rows and bool(sizes) and rows * level.size <= chunk_size
-        own = side
-        if side and not cut:  # of few rows, a longer part
-            around = levels[-2].size
-            few = around if at_most(around, side) else side
-            own = max(side, min(_MOST_OF_FEW_ROWS, side * side // few))
-        most = min([*sizes, chunk_size, chunk_size if is_row or not own else own])
-        chunks = split_into_tiles(level.size, most, tile)
+        chunks = split_into_tiles(level.size, min([*sizes, chunk_size, side]), tile)
         cut.append(chunks)
         in_tile = chunks.tile or chunks.size
         chunk_size //= in_tile

@@ -6,7 +6,7 @@ XLA:CPU hands sums, maxima, minima and dot products of 4096 numbers or more to a
 For a few numbers in each result, a loop of XLA is up to seven times as fast. An option of the
 compiler leaves products to the library only. It is one of a whole program, so it is set where this
 library compiles (``jit=True``, eager calls), and if what gains outweighs what loses. In chunks, the
-tiles are too small for the library, but see `joined` in `rules.py`.
+tiles are too small for the library, but see `_joined` in `rules.py`.
 
 Of 82 random kernels for which `pays_to_sum_in_loops`, none took longer than 1.03 times as long, and
 the mean took 0.40.

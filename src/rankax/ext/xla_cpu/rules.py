@@ -12,9 +12,9 @@ because such a call costs about as much as it takes for so many small items; and
 a matrix for all of them that does not fit the cache.
 
 A reduction has at most 1024 items in a tile, which keeps its running states in the cache; 8192 if
-the library is to evaluate sines of numbers, which needs 4096. One that
-adds a matrix in each tile (`Gram`) has at least as many as the matrix has rows, or the sum of
-matrices would take longer than the products.
+the library is to evaluate sines of numbers, which needs 4096. One that adds a matrix in each tile
+(`Gram`) has at least as many as the matrix has rows, or the sum of matrices would take longer than
+the products.
 
 Where an array has a kept axis after a reduced one, as in a sum along axis 0, each step takes one
 item of the reduced axis and all of the kept one, if these have their values in the cache and
