@@ -69,9 +69,9 @@ def test_gallery_page_begins_with_its_picture_and_checks_itself(name):
 def test_cells_outside_the_gallery_run(name):
     code = "\n".join(code for _, code in cells(name))
     if missing := sorted(p for p in imported(code) if importlib.util.find_spec(p) is None):
-        pytest.skip(f"{', '.join(missing)}: in the docs environment only, where the build runs it")
+        pytest.skip(f"{', '.join(missing)}: run by the build of the documentation, not here")
     if "netket" in code and "P(" in code:
-        pytest.skip("NetKet sets a mesh when it is imported, in no test; the build runs the page")
+        pytest.skip("NetKet sets a mesh when it is imported: run by the build, not here")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(code, name, "exec"), {})
 

@@ -14,6 +14,7 @@ import inspect
 import logging
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from typing import Any
 import jax
 import numpy as np
 
+import rankax
+
 __all__ = ["main"]
 
 # What the library says of a call, in words of a command.
 _WORDS = {
     "the same call resumes": "the same command with --resume goes on",
     "resume=False": "--resume is not given",
+    "on_nan='keep'": "--on-nan keep",
     'call jax.config.update("jax_enable_x64", True) first': "set JAX_ENABLE_X64=1",
 }
 
@@ -55,13 +59,14 @@ def stream(kernel: str, inputs: Any, *, plan_only: bool, **options: Any) -> None
     name in --out result.zarr/name. Several have the keys of the dict, the names of the fields or
     the numbers of the tuple. The command ends with a line that opens each of them.
     """
-    arrays = {name: _opened(name, value) for name, value in inputs}
+    arrays = {name: _opened(name, value) for name, value in _once(inputs)}
+    called = _kernel(kernel, arrays)
     if plan_only:
         prepared = importlib.import_module("rankax.stream._job").prepared
-        job = prepared(_kernel(kernel), (), arrays, options["memory_limit"], kernel, {})
+        job = prepared(called, (), arrays, options["memory_limit"], kernel, {})
         sys.stdout.write(f"{job}\n")
     else:
-        stored = importlib.import_module("rankax.stream").run(_kernel(kernel), **options, **arrays)
+        stored = importlib.import_module("rankax.stream").run(called, **options, **arrays)
         for x in jax.tree.leaves(stored):
             sys.stdout.write(f'zarr.open_array("{x.store.root}")  {x.shape}  {x.dtype}\n')
 
@@ -77,13 +82,16 @@ def plan(kernel: str, shapes: Any) -> None:
       x=100000x3:int32     an array of another dtype
       x=                   a number
     """
-    sys.stdout.write(f"{_kernel(kernel).plan(**dict(shapes))}\n")
+    arguments = dict(_once(shapes))
+    sys.stdout.write(f"{_kernel(kernel, arguments).plan(**arguments)}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m rankax", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    version = f"rankax {rankax.__version__}, JAX {jax.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(required=True, dest="COMMAND")
 
     def command(fun: Callable[..., None]) -> argparse.ArgumentParser:
         text, kind = inspect.getdoc(fun) or "", argparse.RawDescriptionHelpFormatter
@@ -91,29 +99,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fun.__name__, help=text.split(".")[0], description=text, formatter_class=kind
         )
         sub.set_defaults(command=fun)
-        sub.add_argument("kernel", metavar="PACKAGE.MODULE:KERNEL")
+        sub.add_argument("kernel", metavar="PACKAGE.MODULE:KERNEL", help="where Python imports it")
         return sub
 
     sub = command(stream)
     path: Any = {"metavar": "NAME=PATH", "action": "append", "type": _pair}
-    sub.add_argument("--in", dest="inputs", required=True, **path)
+    sub.add_argument("--in", dest="inputs", required=True, help="an argument", **path)
     sub.add_argument("--out", metavar="PATH", required=True, help="the store of the results")
     sub.add_argument("--memory-limit", metavar="SIZE", default="1GB", help="1GB by default")
     sub.add_argument("--resume", action="store_true", help="resume a run that was stopped")
-    sub.add_argument("--on-nan", choices=("keep", "raise"), default="keep", help="raise: stop")
-    sub.add_argument("--plan", dest="plan_only", action="store_true", help="show the blocks")
-    command(plan).add_argument("shapes", metavar="NAME=SHAPE", nargs="*", type=_shape)
+    nan = "a result that is NaN is stored (keep, the default), or ends the command"
+    sub.add_argument("--on-nan", choices=("keep", "raise"), default="keep", help=nan)
+    sub.add_argument("--plan", dest="plan_only", action="store_true", help="show the blocks only")
+    sub = command(plan)
+    sub.add_argument("shapes", metavar="NAME=SHAPE", nargs="*", type=_shape, help="an argument")
     given = vars(parser.parse_args(arguments))
+    del given["COMMAND"]
     try:
         given.pop("command")(**given)
     except (Exception, KeyboardInterrupt) as error:
-        first = str(error) or type(error).__name__
-        text = "\n".join([first, *getattr(error, "__notes__", ()), ""])
-        for of_call, of_command in _WORDS.items():
-            text = text.replace(of_call, of_command)
-        sys.stderr.write(text)
+        sys.stderr.write(_told(error, given))
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _told(error: BaseException, given: dict[str, Any]) -> str:
+    """Say what is wrong in words of the command, and in which line of the kernel."""
+    first, out = str(error) or type(error).__name__, given.get("out")
+    if isinstance(error, OSError) and out and str(error.filename).startswith(out):
+        first = f"--out {out}: a store cannot be written there: {first}"
+    # JAX adds what it says of a traceback, which is not shown here.
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("-----")]
+    module = sys.modules.get(given["kernel"].partition(":")[0])
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if frame.filename == getattr(module, "__file__", None)]
+    text = "\n".join([first, *notes, *traceback.format_list(lines[-1:]), ""])
+    for of_call, of_command in _WORDS.items():
+        text = text.replace(of_call, of_command)
+    return f"{text.rstrip()}\n"
+
+
+def _once(given: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Refuse an argument that is given twice, because the last would win."""
+    names = [name for name, _ in given]
+    for name in names:
+        if names.count(name) > 1:
+            raise TypeError(f"{name}= is given {names.count(name)} times; keep one")
+    return given
 
 
 def _pair(argument: str) -> tuple[str, str]:
@@ -134,23 +166,50 @@ def _shape(argument: str) -> tuple[str, jax.ShapeDtypeStruct]:
         raise argparse.ArgumentTypeError(f"{argument} must be like {like}") from None
 
 
-def _kernel(name: str) -> Any:
-    """Import ``package.module:kernel``."""
+def _kernel(name: str, arguments: dict[str, Any]) -> Any:
+    """Import ``package.module:kernel``, which has to have these parameters."""
+    found = _imported(name)
     module, _, wanted = name.partition(":")
+    kernels = [key for key, value in vars(found).items() if hasattr(value, "with_options")]
+    has = f"{module} has {', '.join(sorted(kernels)) or 'no kernel'}"
+    if wanted and not hasattr(found, wanted.partition(".")[0]):
+        raise TypeError(f"{name} must be MODULE:KERNEL, and there is no {wanted!r}: {has}")
+    kernel = pkgutil.resolve_name(name)
+    if not hasattr(kernel, "with_options"):
+        raise TypeError(f"{name} must be MODULE:KERNEL, decorated with rankax.auto_vmap: {has}")
+    signature = inspect.signature(kernel)
     try:
-        found = importlib.import_module(module)
+        signature.bind(**arguments)
+    except TypeError as error:
+        names = ", ".join(signature.parameters)
+        raise TypeError(f"{name}: {error}; its parameters: {names}") from None
+    return kernel
+
+
+def _imported(name: str) -> Any:
+    """Import the module of ``package.module:kernel``, or tell the line that raises."""
+    module, colon, wanted = name.partition(":")
+    if module.endswith(".py") or "/" in module:
+        dotted = ".".join(Path(module).with_suffix("").parts)
+        raise TypeError(f"{name} must be a name as in import, not a file: {dotted}{colon}{wanted}")
+    try:
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             error.add_note(f"{module} is looked for in {Path.cwd()}, and among installed packages")
-        raise
-    kernels = [key for key, value in vars(found).items() if hasattr(value, "with_options")]
-    if wanted and not hasattr(found, wanted.partition(".")[0]):
-        has = f"it has {', '.join(sorted(kernels))}" if kernels else "it has no kernel"
-        raise TypeError(f"{name} must be MODULE:KERNEL, and {module} has no {wanted!r}: {has}")
-    kernel = pkgutil.resolve_name(name)
-    if not hasattr(kernel, "with_options"):
-        raise TypeError(f"{name} must be MODULE:KERNEL, decorated with rankax.auto_vmap")
-    return kernel
+            raise
+        lines = _lines_of(error)
+    except Exception as error:
+        lines = _lines_of(error)
+    raise ImportError(f"{name}: {module} cannot be imported:\n{lines}")
+
+
+def _lines_of(error: Exception) -> str:
+    """Format an error in a module that is imported, without frames of the import and of rankax."""
+    frames = traceback.extract_tb(error.__traceback__)[2:]
+    hidden = "<frozen", str(Path(__file__).parent)
+    own = [frame for frame in frames if not frame.filename.startswith(hidden)]
+    return "".join([*traceback.format_list(own), *traceback.format_exception_only(error)]).rstrip()
 
 
 def _opened(name: str, value: str) -> Any:
@@ -183,6 +242,7 @@ def _opened(name: str, value: str) -> Any:
         raise ValueError(
             f"{site}: must be a .npy file, an array of zarr or a data set of HDF5; of text, in "
             f"Python, numpy.save('{stem}.npy', numpy.loadtxt('{value}', 'float32', delimiter=','))"
+            "; add skiprows=1 if it begins with names"
         )
     if not any((path / file).exists() for file in ("zarr.json", ".zarray")):
         raise ValueError(f"{site}: must be an array of zarr, but is another folder")

@@ -636,6 +636,9 @@ def test_the_command_streams_and_resumes(tmp_path, out, capsys):
     exists = f"rankax.stream.run(both): {out} exists, and {why}; give another out\n"
     assert shell(capsys, *call) == (1, exists)
     assert shell(capsys, *call, "--resume")[0] == 0
+    nowhere = tmp_path / "x.npy" / "s"
+    status, text = shell(capsys, *call, "--out", nowhere)
+    assert text.startswith(f"--out {nowhere}: a store cannot be written there: ")
 
 
 def test_the_command_plans(capsys):
@@ -653,16 +656,39 @@ def test_the_command_says_what_is_wrong(out, capsys):
         shell(capsys, "plan", KERNEL, "x=3yx")
     like = "x=100000x3, x=100000x3:int32 or, for a number, x="
     assert f"argument NAME=SHAPE: x=3yx must be like {like}" in capsys.readouterr().err
-    for words in (["math:sin"], ["stream_child", "x=3"]):
-        text = f"{words[0]} must be MODULE:KERNEL, decorated with rankax.auto_vmap\n"
-        assert shell(capsys, "plan", *words) == (1, text)
-    status, text = shell(capsys, "plan", "stream_child:nobody", "x=3")
-    assert status == 1
-    assert text.startswith("stream_child:nobody must be MODULE:KERNEL, and stream_child has no 'no")
-    assert "it has " in text
-    assert "both" in text
-    status, text = shell(capsys, "plan", "no.such:kernel", "x=3")
-    assert text.startswith("No module named 'no'\nno.such is looked for in ")
+    kernel = "must be MODULE:KERNEL, decorated with rankax.auto_vmap"
+    for words, text in {
+        ("math:sin",): f"math:sin {kernel}: math has no kernel\n",
+        ("stream_child", "x=3"): f"stream_child {kernel}: stream_child has both\n",
+        ("stream_child:nobody", "x=3"): "stream_child:nobody must be MODULE:KERNEL, and there is "
+        "no 'nobody': stream_child has both\n",
+        ("no.such:kernel", "x=3"): "No module named 'no'\nno.such is looked for in ",
+        ("./no/such.py:f",): "./no/such.py:f must be a name as in import, not a file: no.such:f\n",
+        (KERNEL, "x=3"): f"{KERNEL}: missing a required argument: 'y'; its parameters: x, y\n",
+        (KERNEL, "x=3", "x=4"): "x= is given 2 times; keep one\n",
+    }.items():
+        status, written = shell(capsys, "plan", *words)
+        assert status == 1
+        assert written.startswith(text)
+
+
+def test_errors_in_a_module_or_kernel_show_their_lines(tmp_path, out, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    np.save(tmp_path / "x.npy", np.ones((5, 3), "float32"))
+    for name, code, shown in [
+        ("of_syntax", "def f(x)", "\n    def f(x)\n            ^\nSyntaxError: expected"),
+        ("of_name", "f = WRONG", ", in <module>\n    f = WRONG\n"),
+        ("of_rank", "auto_vmap(y=1)(abs)", ", in <module>\n    auto_vmap(y=1)(abs)\n"),
+        ("of_call", "f = auto_vmap(x=1)(lambda x: x / y)", ", in <lambda>\n    f = auto_vmap("),
+    ]:
+        file = tmp_path / f"{name}.py"
+        file.write_text(f"from rankax import auto_vmap\n{code}\n")
+        call = "stream", f"{name}:f", "--in", f"x={tmp_path / 'x.npy'}", "--out", out
+        status, text = shell(capsys, *call)
+        assert status == 1
+        assert f'File "{file}", line 2{shown}' in text
+        assert "JAX_TRACEBACK_FILTERING" not in text
+        assert "/rankax/" not in text
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, out, capsys):
