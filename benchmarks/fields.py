@@ -140,7 +140,7 @@ def row(words: str, runs: dict[str, Run], turns: int) -> str:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3 * float(np.nanmax(np.abs(a))))
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(turns):
+    for _ in page.turns(turns):
         for name, (run, _) in runs.items():
             begin = time.process_time()
             jax.block_until_ready(run())
@@ -178,6 +178,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.only:
         return measure(given.only, given.turns)
+    page.needs("jax_md", "netket", "xarray")
     table = [f"| | {' | '.join(CONTESTANTS)} |", "|---|---:|---:|---:|"]
     for title in SECTIONS:
         page.progress(title)

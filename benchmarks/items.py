@@ -143,7 +143,7 @@ def measured(runs: Runs, args: tuple[Any, ...], turns: int) -> dict[str, tuple[f
             scale = float(np.max(np.abs(wanted)))
             np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * scale)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(turns):
+    for _ in page.turns(turns):
         for name, program in programs.items():
             begin = time.process_time()
             jax.block_until_ready(program(*args))

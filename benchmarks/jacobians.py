@@ -107,7 +107,7 @@ def compare(cases, *args):
     compiled = {name: jax.jit(fun).lower(*args).compile() for name, fun in cases.items()}
     times = {name: [] for name in cases}
     want = None
-    for turn in range(ROUNDS):
+    for turn in page.turns(ROUNDS):
         for name, program in compiled.items():
             begin = time.perf_counter()
             got = jax.block_until_ready(program(*args))

@@ -200,7 +200,7 @@ def programs(kernel):
 def measured(compiled, arrays):
     """Return the medians of time and processor time of each program, in milliseconds."""
     times = {name: [] for name in compiled}
-    for _ in range(ROUNDS):
+    for _ in page.turns(ROUNDS):
         for name, run in compiled.items():
             begin = time.perf_counter(), time.process_time()
             jax.block_until_ready(run(*arrays))

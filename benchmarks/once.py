@@ -180,7 +180,7 @@ def timed(functions: dict[str, Any], args: tuple[Any, ...], rounds: int) -> dict
     """Return the median milliseconds of each function, which take turns."""
     compiled = {name: jax.jit(f).lower(*args).compile() for name, f in functions.items()}
     spent: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds + 1):
+    for _ in page.turns(rounds + 1):
         for name, f in compiled.items():
             begin = time.process_time()
             jax.block_until_ready(f(*args))

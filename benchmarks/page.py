@@ -19,6 +19,7 @@ import importlib.util
 import re
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,16 @@ def progress(*words: object) -> None:
     print(*words, file=sys.stderr, flush=True)
 
 
+def turns(count: int) -> Iterator[int]:
+    """Count turns, and say after each ten seconds which one comes."""
+    said = time.monotonic()
+    for turn in range(count):
+        if time.monotonic() - said > 10:
+            progress(f"  turn {turn + 1} of {count}")
+            said = time.monotonic()
+        yield turn
+
+
 def finish(path: Path, text: str, *, write: bool) -> None:
     """Print tables beside those of the file; write it if told to."""
     page = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -81,7 +92,8 @@ def beside(text: str, page: str) -> str:
         for number, cells in enumerate((head, rule, *body), begin):
             padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             lines[number] = "  ".join(padded).rstrip()
-    return "\n".join([*lines, "", *_footer(page, *compared(text, page))])
+    shown = [line for line in lines if not line.startswith("<!--")]
+    return "\n".join([*shown, "", *_footer(page, *compared(text, page))])
 
 
 def _beside(cell: str, old: str) -> str:

@@ -202,7 +202,7 @@ def compare(x: Ragged, gradient: bool) -> list[str]:
         want = found if want is None else want
         np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-2, err_msg=name)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+    for _ in page.turns(ROUNDS):
         for name, way in ways.items():
             times[name].append(timed(way)[1])
     least, rows = min(times["`Ragged`, `jit=True`"]), []

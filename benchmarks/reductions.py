@@ -232,7 +232,7 @@ def measure(task: str, count: int, rounds: int, most_bytes: float) -> list[str]:
         results[who] = run()
         times[who].append(time.perf_counter() - begin)
     check_agreement(task, results)
-    for turn in range(rounds - 1):
+    for turn in page.turns(rounds - 1):
         for who in random.Random(turn).sample(sorted(runners), len(runners)):
             begin = time.perf_counter()
             runners[who]()
@@ -322,7 +322,7 @@ def measure_labels(name: str, rounds: int, made: Any) -> list[str]:
     for result in results.values():
         # A pair may be on an edge; plain sums drift.
         np.testing.assert_allclose(result, results["rankax"], rtol=1e-2, atol=1e-1)
-    for turn in range(rounds):
+    for turn in page.turns(rounds):
         for who in random.Random(turn).sample(sorted(compiled), len(compiled)):
             begin = time.process_time()
             jax.block_until_ready(compiled[who](*args))

@@ -95,7 +95,7 @@ def main():
     state = jnp.full(WIDTH, 0.3)
     compiled = [gradient(body, STEPS, sizes).lower(state).compile() for sizes in chunk_sizes(STEPS)]
     times = [[] for _ in compiled]
-    for _ in range(ROUNDS):
+    for _ in page.turns(ROUNDS):
         for program, own in zip(compiled, times, strict=True):
             begin = time.perf_counter()
             jax.block_until_ready(program(state))

@@ -31,6 +31,7 @@ SHORT = {
     "python -m pip install -U pip",
     "python -m rankax stream --help",
     "python benchmarks --memory",
+    "python benchmarks/items.py",
     "python benchmarks/lockstep.py oscillator",
     'python benchmarks/once.py "net 3-64-64-3"',
     "python benchmarks/reductions.py sum",

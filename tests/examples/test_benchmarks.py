@@ -4,10 +4,12 @@
 ``page.py`` prints figures beside those of the pages, and a benchmark writes only if told to.
 """
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -192,7 +194,7 @@ FOUND = SHOWN.partition("Measured")[0].replace("3.0", "5.5").replace("| other | 
 
 def test_figures_stand_beside_those_of_the_page(page, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.10.2")
-    assert page.beside(FOUND, SHOWN).splitlines() == [
+    assert page.beside(f"<!-- mark -->\n{FOUND}", SHOWN).splitlines() == [
         "# Loops",
         "",
         "kernel  items  ms",
@@ -294,6 +296,13 @@ def test_a_result_is_written_only_if_told_to(page, write, tmp_path, capsys):
     assert "5.5 (3.0)" in capsys.readouterr().out
     assert ("5.5" in file.read_text()) is write
     assert "Written by" in file.read_text()
+
+
+def test_long_turns_say_how_far_they_are(page, monkeypatch, capsys):
+    seconds = itertools.count(0, 6)
+    monkeypatch.setattr(page, "time", types.SimpleNamespace(monotonic=lambda: next(seconds)))
+    assert list(page.turns(3)) == [0, 1, 2]
+    assert capsys.readouterr().err == "  turn 2 of 3\n"
 
 
 def test_every_result_can_be_compared(page):
