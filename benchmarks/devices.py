@@ -43,8 +43,8 @@ class Row(NamedTuple):
     gradient: bool = False
 
 
-def drawn(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def over_items(name: str, fun: Any, x: np.ndarray, chunk: int, *, gradient: bool = False) -> Row:
@@ -52,12 +52,11 @@ def over_items(name: str, fun: Any, x: np.ndarray, chunk: int, *, gradient: bool
     return Row(name, lambda devices: mapped.with_options(devices=devices), [x], gradient)
 
 
-def over_pairs(task: str, count: int) -> Row:
-    kernel, reduce, *_ = reductions.TASKS[task]
-    inputs = [drawn(count, 3), drawn(count, 3)[::-1].copy(), drawn(count)]
-    mapped = functools.partial(reductions.ours, kernel, reduce)
-    inputs = inputs[: kernel.__code__.co_argcount]
-    return Row(f"{task}, all pairs", mapped, inputs, task.startswith("gradient"))
+def over_pairs(name: str, count: int) -> Row:
+    task = reductions.TASKS[name.removeprefix(reductions.GRADIENT)]
+    inputs = [drawn(*size, seed=seed) for seed, size in enumerate(task.sizes(count))]
+    mapped = functools.partial(reductions.ours, task)
+    return Row(f"{name}, all pairs", mapped, inputs, name.startswith(reductions.GRADIENT))
 
 
 def spectrum(x: Any) -> Any:
@@ -92,7 +91,7 @@ def rows(scale: float, odd: int) -> list[Row]:
     points = drawn(items(20_000), 8, 3)
     many = drawn(items(400_000), 8, 3)
     return [
-        *(over_pairs(task, int(10_000 * scale**0.5) + odd) for task in reductions.TASKS),
+        *(over_pairs(name, int(10_000 * scale**0.5) + odd) for name in reductions.LARGE),
         over_items("RK4", tile_kernels.runge_kutta, states, CHUNK),
         over_items("gradient of RK4", tile_kernels.runge_kutta, states, CHUNK, gradient=True),
         over_items("spectrum of 64 numbers", spectrum, drawn(items(100_000), 64), 1000),

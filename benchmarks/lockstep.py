@@ -226,6 +226,8 @@ def main():
     given = parser.parse_args()
     if unknown := set(given.names) - (TITLES | OTHERS).keys():
         parser.error(f"no case {min(unknown)!r}: the cases are {', '.join(TITLES | OTHERS)}")
+    packages = {"diffrax": "diffrax", "nuts": "blackjax"}
+    page.needs(*(packages[name] for name in given.names if name in packages))
     if given.names and given.write:
         parser.error("--write is for all cases: name none")
     found, lines = cases(), []
