@@ -211,5 +211,6 @@ def _footer(page: str, count: int, slow: float, found: list[str]) -> Iterator[st
         return
     end = ":" if found else "."
     yield f"JAX here: {here}, the same. Times are {slow:.2g} times the page's."
-    yield f"{count} figures compared; {len(found)} do not agree{end}"
+    verb = "does" if len(found) == 1 else "do"
+    yield f"{count} figures compared; {len(found)} {verb} not agree{end}"
     yield from (f"  {words}" for words in found)

@@ -283,7 +283,7 @@ def test_the_figures_that_do_not_agree_are_named(page, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0.1")
     assert page.beside(FOUND.replace("5.5", "55"), SHOWN).splitlines()[-3:] == [
         "JAX here: 0.12.0.1, the same. Times are 1 times the page's.",
-        "6 figures compared; 1 do not agree:",
+        "6 figures compared; 1 does not agree:",
         "  waves, ms: 55 (3.0)",
     ]
 
