@@ -645,6 +645,9 @@ def test_the_command_plans(capsys):
     status, text = shell(capsys, "plan", KERNEL, "x=1000x1x3", "y=5000x3:int32")
     assert status == 0
     assert text.startswith("both: batch shape (1000, 5000), 5000000 evaluations")
+    with pytest.raises(SystemExit, match="0"):
+        shell(capsys, "--version")
+    assert capsys.readouterr().out == f"rankax {rankax.__version__}, JAX {jax.__version__}\n"
 
 
 def test_the_command_says_what_is_wrong(out, capsys):
