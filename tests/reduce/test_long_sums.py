@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, weekly
+from helpers import REMAT3, assert_same, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, sliced_scan
 from rankax.reductions import Gram, Moments
 
@@ -86,6 +86,42 @@ def test_cotangents_of_what_items_share_do_not_drift(reduce, chunk_size):
         assert error(gradient(np.float32(1)), wide(values).sum() / size) < 8
 
 
+@pytest.mark.parametrize("chunk_size", [1, 70, 210, None])
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_cotangents_of_long_arrays_do_not_drift(reduce, chunk_size):
+    """Each step adds to all numbers of a constant, and computes little for each of them."""
+    settings = {"reduce": reduce, "reduce_axis": reduce and -1, "chunk_size": chunk_size}
+    kernel = auto_vmap(x=1, y=1, **settings)(lambda x, y: jnp.sum(x * y))
+    for rows in (700, 2003):
+        x, y = np.full((rows, 1, 3), 0.1, np.float32), np.ones((70, 3), np.float32)
+        gradient = jax.jit(jax.grad(lambda y, x=x: jnp.sum(kernel(x, y))))(y)
+        assert error(gradient, np.full((70, 3), rows * TENTH)) < 8
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("reduce_axis", [None, -1])
+def test_a_constant_without_a_derivative_is_not_stored(reduce_axis):
+    distance = lambda x, y: jnp.sqrt(jnp.sum((x - y) ** 2) + 1)  # noqa: E731
+    kernel = auto_vmap(x=1, y=1, reduce="sum", reduce_axis=reduce_axis)(distance)
+
+    def loss(x, y):
+        return jnp.sum(kernel(x[:, None], y) ** 2)
+
+    for wanted in (0, 1):
+        few, many = (
+            temporary_bytes(jax.grad(loss, wanted), *2 * [jax.ShapeDtypeStruct((n, 3), "float32")])
+            for n in (1000, 2000)
+        )
+        assert many < few + 1000 * 200
+
+
+def test_nothing_is_added_to_numbers_that_no_item_looked_up():
+    kernel = auto_vmap(table=1, i=0, chunk_size=2)(lambda table, i: table[i])
+    gradient = jax.grad(lambda table: jnp.sum(kernel(table, jnp.arange(100))))
+    assert "rankax_lend" not in str(jax.make_jaxpr(gradient)(jnp.ones(1000)))
+    assert_same(gradient(jnp.ones(1000)), jnp.repeat(jnp.array([1.0, 0.0]), jnp.array([100, 900])))
+
+
 @pytest.mark.parametrize("count", [21, 40, weekly(41), weekly(1003)])
 def test_the_last_group_of_steps_may_be_shorter(count):
     x = jnp.asarray(DRAW.normal(size=(3, 2 * count)), jnp.float32)
@@ -107,7 +143,6 @@ def test_the_last_group_of_steps_may_be_shorter(count):
         assert_same(*derivatives, rtol=1e-4, atol=1e-4)
 
 
-W = jnp.array([0.3, 2.0])
 DERIVATIVES = {
     "gradient": jax.grad,
     "forward over reverse": jax.hessian,
@@ -119,16 +154,17 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.parametrize("numbers", [2, 70])  # of more than 64, a few steps add plainly
 @pytest.mark.parametrize("checkpoint", [True, False])
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
-def test_derivatives_go_through_what_a_loop_lends(derivative, checkpoint):
-    x = jnp.linspace(0, 1, 100)
+def test_derivatives_go_through_what_a_loop_lends(derivative, checkpoint, numbers):
+    x, w = jnp.linspace(0, 1, 100), jnp.linspace(0.3, 2, numbers) / numbers
 
     def loss(mapped):
         def item(w):
-            return lambda x: jnp.sin(w @ jnp.array([x, x**2]))
+            return lambda x: jnp.sin(w @ x ** jnp.arange(1.0, 1 + numbers))
 
-        return derivative(lambda w: jnp.sum(mapped(item(w))(x)))(W)
+        return derivative(lambda w: jnp.sum(mapped(item(w))(x)))(w)
 
     for chunk_size in (3, 5):
         found = loss(auto_vmap(0, chunk_size=chunk_size, checkpoint=checkpoint))

@@ -51,7 +51,7 @@ workaround                       seen with              can go if this passes wi
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -64,10 +64,15 @@ from jax.sharding import AxisType, PartitionSpec
 
 from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, scalar, zeros
 from rankax.core.loop.eager_programs import kernel_of_call
-from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, pays_to_lend, with_slope
+from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, steps_per_sum, with_slope
 from rankax.core.loop.spec import PLACE, vmap_level
 from rankax.core.plan.schedule import Chunks, Level, at_most, is_known
-from rankax.core.trace.derivatives import has_refs, keep_rules
+from rankax.core.trace.derivatives import (
+    call_with_derivative_of,
+    has_refs,
+    is_differentiated,
+    keep_rules,
+)
 from rankax.core.trace.programs import evaluate, with_axis
 
 T = TypeVar("T")
@@ -607,7 +612,8 @@ def run_loop(
         return tree.unflatten(run(shared, chunk))
 
     is_long = level.differentiable and not at_most(chunks.steps, MOST_PLAIN)
-    lent = [i for i, x in enumerate(operands.shared) if is_long and pays_to_lend(x, closed.jaxpr)]
+    sums = {i: steps_per_sum(x, closed.jaxpr) for i, x in enumerate(operands.shared) if is_long}
+    lent = {i: steps for i, steps in sums.items() if steps}
     slots = TileSlots(chunks.size, below, index_dtype)
     settings: dict[str, Any] = {"is_short": is_short, "group": group}
     return _scan_chunks(chunk_at, operands, lent, level, chunks, folds, slots, **settings)
@@ -662,10 +668,26 @@ def apart_from_constants(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return lambda constants, inputs: evaluate(jaxpr, constants, *inputs)
 
 
+def with_slopes_of_live(chunk_at: Callable[[Any, _Operands], Any]) -> Callable[..., Any]:
+    """Return the evaluation of a chunk that takes no slope of a constant without a derivative.
+
+    The slope, or a value found from it, would be stored for each step.
+    """
+
+    def of_live(start: Any, operands: _Operands) -> Any:
+        live = {i: slope for i, slope in operands.slopes.items() if is_differentiated(slope)}
+        return chunk_at(start, operands._replace(slopes=live))
+
+    def without(start: Any, operands: _Operands) -> Any:
+        return chunk_at(start, operands._replace(slopes={}))
+
+    return functools.partial(call_with_derivative_of, of_live, without, key=True)
+
+
 def _scan_chunks(
     chunk_at: Callable[[Any, _Operands], Any],
     operands: _Operands,
-    lent: Sequence[int],
+    lent: Mapping[int, int],
     level: Level,
     chunks: Chunks,
     folds: Sequence[Sink],
@@ -676,12 +698,14 @@ def _scan_chunks(
 ) -> list[Any]:
     """Evaluate the chunks one after another, and pass their outputs to the folds.
 
-    ``lent``: what is shared and whose cotangents are added exactly (`rankax.core.loop.shared`).
+    ``lent``: what is shared, and how many of its cotangents are added plainly (`steps_per_sum`).
     ``is_short``: whether the last chunk evaluates its new items only.
     """
     reports = level.observer and level.observer.reports(chunks.length, chunks.size, chunks.steps)
     if level.checkpoint:
         chunk_at = checkpointed(chunk_at)
+    if lent:
+        chunk_at = with_slopes_of_live(chunk_at)
     takers = [fold.of_group for fold in folds] if group else folds
 
     def one_step(held: Any, start: Any, operands: _Operands) -> Any:
@@ -694,7 +718,8 @@ def _scan_chunks(
 
     def step(carry: tuple[Any, Any, Any], stacked: Any) -> tuple[tuple[Any, Any, Any], Any]:
         start, held, shared = carry
-        borrowed = {i: borrow(own) for i, own in shared.items()}
+        number = lax.div(start, start.dtype.type(chunks.size))
+        borrowed = {i: borrow(own, number, lent[i]) for i, own in shared.items()}
         slopes = {i: slope for i, (slope, _) in borrowed.items()}
         shared = {i: own for i, (_, own) in borrowed.items()}
         held, rows = one_step(held, start, operands._replace(stacked=stacked, slopes=slopes))

@@ -4,8 +4,10 @@
 The transpose of a `jax.lax.scan` adds the cotangents of a constant one step after another, and
 rounds as often. In a long loop, a constant has no derivative of its own. Its tangent goes through
 the carry instead, from which each step borrows it. The transpose of that is a sum which carries
-what rounding took (`add_exactly`), as the long sums of `rankax.core.reduce.row` do. Forward,
-nothing of this is computed: the carry holds the constants, which nobody reads there.
+what rounding took (`add_exactly`), as the long sums of `rankax.core.reduce.row` do. Where a step
+computes little, that would nearly double its time: there, a few steps add plainly to a part of its
+own, and the part is added exactly. Forward, nothing of this is computed: the carry holds the
+constants, which nobody reads there.
 
 Floats of less than 32 bits are constants in float32 where a loop is differentiated, and each item
 converts them back (`narrowed`): their cotangents are rounded once.
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Jaxpr
 from jax.interpreters import ad, batching, mlir
 
@@ -30,6 +33,7 @@ MOST_PLAIN = 20  # sums one after another that are not worth it; `jax.numpy.sum`
 
 _LESS = 64  # numbers that a step computes for each of a constant
 _PRODUCTS = 16  # of a product of matrices, which take as long as one other number
+_LARGE = 2**16  # numbers of a constant of which two copies more are too much
 
 
 def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,43 +46,53 @@ def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Ar
     return total, lost
 
 
-def pays_to_lend(x: jax.Array, jaxpr: Jaxpr) -> bool:
-    """Whether the cotangents of a constant are to be added exactly in each step of this program.
+def steps_per_sum(x: jax.Array, jaxpr: Jaxpr) -> int:
+    """Return how many steps of this program add up the cotangents of a constant plainly; 0: all.
 
-    That takes eight operations for each of its numbers. So it has to be small, or a step has to
-    compute many times as much: a row of pairs adds to the cotangent of each column.
+    To add exactly takes eight operations for each of its numbers. So in each step, the constant has
+    to be small, or a step has to compute many times as much. A step that computes less than the
+    constant has numbers looks up a few of them, and should do nothing with the others. For a large
+    constant, its parts and what they lose would take too much memory.
     """
     if is_ref(x) or not has_tangent(x):
-        return False
-    return at_most(x.size, SMALL) or at_most(x.size * _LESS, _numbers(jaxpr))
+        return 0
+    if at_most(x.size, SMALL) or at_most(x.size * _LESS, _numbers(jaxpr, _PRODUCTS)):
+        return 1
+    return MOST_PLAIN if at_most(x.size, min(_LARGE, _numbers(jaxpr, 1))) else 0
 
 
-def _numbers(jaxpr: Jaxpr) -> int:
-    """Return about how many numbers a program computes, each as dear as an addition."""
+def _numbers(jaxpr: Jaxpr, products: int) -> int:
+    """Return about how many numbers a program computes, so many ``products`` counted as one."""
     total = 0
     for eqn in jaxpr.eqns:
-        numbers = sum(map(_numbers, subprograms(eqn)))
+        numbers = sum(_numbers(each, products) for each in subprograms(eqn))
         if not numbers:
             numbers = sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             operand: Any = eqn.invars[0].aval
-            products = math.prod(operand.shape[axis] for axis in contracted)
-            numbers = numbers * max(products, _PRODUCTS) // _PRODUCTS
+            each = math.prod(operand.shape[axis] for axis in contracted)
+            numbers = numbers * max(each, products) // products
         total += numbers * eqn.params.get("length", 1)
     return total
 
 
-def lend(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+Held = tuple[jax.Array, jax.Array, jax.Array]  # of a constant, by the carry of a loop
+
+
+def lend(x: jax.Array) -> Held:
     """Return what the carry of a loop holds of a constant before the first step."""
-    held, lost = _lend.bind(x)
-    return held, lost
+    x, lost, part = _lend.bind(x)
+    return x, lost, part
 
 
-def borrow(held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the slope of a constant in a step, for `with_slope`, and what the carry holds next."""
-    slope, x, lost = _borrow.bind(*held)
-    return slope, (x, lost)
+def borrow(held: Held, at: jax.Array, steps: int) -> tuple[jax.Array, Held]:
+    """Return the slope of a constant in a step, for `with_slope`, and what the carry holds next.
+
+    So many ``steps`` are added plainly; ``at`` counts them.
+    """
+    slope, x, lost, part = _borrow.bind(*held, at, steps=steps)
+    return slope, (x, lost, part)
 
 
 def with_slope(x: jax.Array, slope: jax.Array) -> jax.Array:
@@ -104,7 +118,7 @@ def _primitive(name: str, results: int, run: Any, differentiate: Any, transpose:
     primitive: Any = jax.extend.core.Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(run)
-    primitive.def_abstract_eval(lambda *avals: [avals[0]] * results)
+    primitive.def_abstract_eval(lambda *avals, **_: [avals[0]] * results)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
     ad.primitive_jvps[primitive] = differentiate
     ad.primitive_transposes[primitive] = transpose
@@ -112,7 +126,7 @@ def _primitive(name: str, results: int, run: Any, differentiate: Any, transpose:
     return primitive
 
 
-def _batched(primitive: Any, args: Sequence[Any], dims: Sequence[int | None]) -> Any:
+def _batched(primitive: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
     pairs = list(zip(args, dims, strict=True))
     size = next(x.shape[dim] for x, dim in pairs if dim is not None)
 
@@ -121,7 +135,7 @@ def _batched(primitive: Any, args: Sequence[Any], dims: Sequence[int | None]) ->
 
     # Only the type of the first argument matters, and of others whether they are mapped.
     rest = [(x, dim) for x, dim in pairs[1:] if primitive is not _in_each or dim is not None]
-    outs = primitive.bind(*(in_front(x, dim) for x, dim in [pairs[0], *rest]))
+    outs = primitive.bind(*(in_front(x, dim) for x, dim in [pairs[0], *rest]), **params)
     return outs, [0] * len(outs)
 
 
@@ -152,42 +166,76 @@ def _added_back(cotangents: Sequence[Any], *_: Any) -> list[Any]:
 _add = _primitive("rankax_add", 2, _added, _added_pushed, _added_back)
 
 
+def _added_some(total: Any, lost: Any, part: Any, x: Any, at: Any, *, steps: int) -> list[Any]:
+    """Add a number to a part, and the part exactly after so many steps."""
+
+    def added(_: Any, held: Any) -> Any:
+        total, lost, part = held
+        return *_added(total, lost, part), jnp.zeros_like(part)
+
+    # A loop of no step or one, because XLA:CPU copies what goes through a branch.
+    last = (at.ravel()[0] % steps == 0).astype(jnp.int32)
+    return list(lax.fori_loop(jnp.zeros_like(last), last, added, (total, lost, part + x)))
+
+
+def _added_each(total: Any, lost: Any, part: Any, x: Any, *_: Any, **__: Any) -> list[Any]:
+    return [*_added(total, lost, x), part]
+
+
+_add_some = _primitive(
+    "rankax_add_some",
+    3,
+    _added_each,
+    lambda primals, tangents, **params: _pushed(
+        lambda *own: _add_some.bind(*own, primals[-1], **params),
+        _add_some.bind(*primals, **params),
+        tangents[:-1],
+    ),
+    lambda cotangents, *_, **__: [*[cotangents[0]] * 4, None],
+)
+# Elsewhere, a loop waits for the host, and to add a number costs what it takes to read it.
+mlir.register_lowering(_add_some, mlir.lower_fun(_added_some, multiple_results=True), "cpu")
+
+
 def _lent(x: Any) -> list[Any]:
-    return [x, jnp.zeros_like(x)]
+    return [x, jnp.zeros_like(x), jnp.zeros_like(x)]
 
 
 def _lent_back(cotangents: Sequence[Any], _: Any) -> list[Any]:
-    total, lost = map(ad.instantiate_zeros, cotangents)
-    return [total + lost]
+    total, lost, part = map(ad.instantiate_zeros, cotangents)
+    return [total + (lost + part)]
 
 
 _lend = _primitive(
     "rankax_lend",
-    2,
+    3,
     _lent,
     lambda primals, tangents: _pushed(_lend.bind, _lent(*primals), tangents),
     _lent_back,
 )
 
 
-def _borrowed(x: Any, lost: Any) -> list[Any]:
-    return [x, x, lost]
+def _borrowed(x: Any, lost: Any, part: Any, _: Any, **__: Any) -> list[Any]:
+    return [x, x, lost, part]
 
 
-def _borrowed_back(cotangents: Sequence[Any], *_: Any) -> list[Any]:
-    own, total, lost = cotangents
+def _borrowed_pushed(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    *_, at = primals
+    linear = functools.partial(_borrow.bind, **params)
+    return _pushed(lambda *own: linear(*own, at), _borrowed(*primals), tangents[:-1])
+
+
+def _borrowed_back(cotangents: Sequence[Any], *args: Any, steps: int) -> list[Any]:
+    own, *held = cotangents
     if isinstance(own, ad.Zero):
-        return [total, lost]
-    return list(add_exactly(*map(ad.instantiate_zeros, (total, lost, own))))
+        return [*held, None]
+    total, lost, part, own = map(ad.instantiate_zeros, (*held, own))
+    if steps == 1:
+        return [*add_exactly(total, lost, own), part, None]
+    return [*_add_some.bind(total, lost, part, own, args[-1], steps=steps), None]
 
 
-_borrow = _primitive(
-    "rankax_borrow",
-    3,
-    _borrowed,
-    lambda primals, tangents: _pushed(_borrow.bind, _borrowed(*primals), tangents),
-    _borrowed_back,
-)
+_borrow = _primitive("rankax_borrow", 4, _borrowed, _borrowed_pushed, _borrowed_back)
 
 
 # In a derivative, the value does not depend on the slope, which is then not stored for each step. A
