@@ -45,6 +45,14 @@ def test_memory_does_not_grow_with_the_batch():
     assert temporary_bytes(gradient(None), POINTS) > 4 * len(POINTS) ** 2
 
 
+@pytest.mark.optimized
+def test_what_fills_no_tile_is_evaluated_after_the_loop():
+    gradient = jax.grad(auto_vmap(1, reduce="sum")(lambda x: jnp.exp(-x @ x)))
+    x = jax.ShapeDtypeStruct((200_003, 3), jnp.float32)
+    assert "cond[" not in str(jax.make_jaxpr(gradient)(x))
+    assert temporary_bytes(gradient, x) < 100_000  # both parts add to one cotangent of 2.4 MB
+
+
 def test_few_items_are_evaluated_at_once():
     x = POINTS[:FEW]
     kernel, fun = pairs("sum")

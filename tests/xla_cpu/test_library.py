@@ -163,6 +163,13 @@ def test_sums_of_products_are_those_of_vmap(reduce):
         assert_same(jax.jit(of[0])(x, y), of[1](x, y), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [700, 701])
+def test_no_product_is_left_out_where_tiles_do_not_divide(length):
+    kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=-1)(lambda x, y: jnp.sin(x @ y))
+    x, y = POINTS[0, :length], POINTS[1, :length]
+    assert "select_n" not in str(jax.make_jaxpr(kernel)(x[:, None], y))
+
+
 def test_long_sums_of_products_do_not_drift():
     ones = jnp.full((1, 1), 0.1, jnp.float32)
     many = jnp.ones((3_000_001, 1), jnp.float32)

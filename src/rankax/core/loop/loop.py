@@ -26,7 +26,7 @@ are evaluated twice, and the last chunk overwrites them. In a derivative that wo
 cotangent of 0 is not nothing, because 0 times an infinite derivative is NaN, and a rule may send
 something back for it. So there the last step evaluates its new items only (`with_short_last`): by
 a second copy of the kernel, which takes time to compile. Each copy has a checkpoint of its own, or
-the branches would store what they compute.
+the branches would store what they compute. A sum takes these items after the loop (`Chunks.apart`).
 
 Plain indexing would also be correct, but slow or memory-hungry. An operand that is read by index is
 flat: its mapped axis and all later axes become one before the loop, and a chunk gets its shape back
@@ -95,7 +95,7 @@ def first_start(chunks: Chunks) -> jax.Array:
             f"{kernel_of_call()}: a loop over an axis of {chunks.length} items counts them in 64 "
             'bits; call jax.config.update("jax_enable_x64", True) first'
         )
-    return scalar(0, index_dtype(chunks.length))
+    return scalar(chunks.first, index_dtype(chunks.length))
 
 
 def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
@@ -160,6 +160,16 @@ def widen(leaf: jax.Array) -> jax.Array:
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float16:
         return leaf
     return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 32 else leaf
+
+
+def flattened(leaf: Any, axis: int, *, back: bool) -> jax.Array:
+    """Prepare an array for `take_chunk`.
+
+    If several loops read one that is differentiated, they share this: nothing may come between
+    their reads, whose transposes add to one cotangent in place.
+    """
+    flat = lax.optimization_barrier(flatten_items(leaf, axis))
+    return widen(flat) if back else flat
 
 
 def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
@@ -415,11 +425,10 @@ def new_items(at: jax.Array, chunks: Chunks) -> jax.Array | None:
 
     The last chunk starts early if no chunk divides the axis.
     """
-    over = chunks.steps * chunks.size - chunks.length
-    if not over:
+    if not chunks.over:
         return None
     last = at.dtype.type(chunks.length - chunks.size)
-    repeated = jnp.where(at == last, at.dtype.type(over), at.dtype.type(0))
+    repeated = jnp.where(at == last, at.dtype.type(chunks.over), at.dtype.type(0))
     return counted(chunks.size, at.dtype) >= repeated
 
 
@@ -435,7 +444,7 @@ def with_short_last(
     Its first input says whether all items of the chunk are new. Otherwise ``on_rest`` takes those
     that are; the outputs of the others are zeros, and nothing comes back from them.
     """
-    over = chunks.steps * chunks.size - chunks.length
+    over = chunks.over
 
     def rest(*chunk: jax.Array) -> list[Any]:
         pairs = zip(chunk, axes, strict=True)
@@ -529,6 +538,7 @@ def run_loop(
     group: int = 0,
     below: tuple[int, ...] = (),
     index_dtype: Any = jnp.int32,
+    flat: Sequence[Any] = (),
 ) -> list[Any]:
     """Evaluate ``fun``, which takes one item of each leaf, for all items of a level.
 
@@ -548,6 +558,8 @@ def run_loop(
         How many steps the folds take at a time; 0: each. Only if nothing is differentiated.
     below, index_dtype
         As in `TileSlots`, of a level that is reduced.
+    flat : sequence of arrays
+        The mapped leaves as `flattened` returns them, if several loops read them.
     """
     chunks = (back and level.derivative) or level.chunks
     mapped = [(x, axis) for x, axis in zip(leaves, level.in_axes, strict=True) if axis is not None]
@@ -563,7 +575,7 @@ def run_loop(
         return fun(*own, *rest)
 
     on_chunk = whole = _on_chunk(on_items, axes_in, level, chunks, out_axes, back=back)
-    if is_short := back and not chunks.even:
+    if is_short := back and chunks.over > 0:
         size = chunks.length % chunks.size
         rest = Chunks(size, size, 1, chunks.tile and min(chunks.tile, size))
         on_rest = _on_chunk(on_items, axes_in, level, rest, out_axes, back=back)
@@ -582,14 +594,15 @@ def run_loop(
     # A loop in a loop would copy the rows of its group, which takes as long as a cheap kernel.
     is_stacked = [not group and is_stack(aval, axis, chunks) for aval, axis in pairs]
     operands = _Operands(list(closed.consts), [], [], {})
-    for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
+    for i, (leaf, axis, stacked) in enumerate(zip(arrays, axes, is_stacked, strict=True)):
         if stacked:
             operands.stacked.append(stack_chunks(leaf, chunks))
+        elif flat:
+            operands.sliced.append(flat[i])
         else:
             # A vector is read as it lies: `jax.vmap` around the loop would copy for a reshape.
             is_vector = group and chunks.size == 1 and leaf.ndim <= axis + 2
-            flat = leaf if is_vector else flatten_items(leaf, axis)
-            operands.sliced.append(widen(flat) if back else flat)
+            operands.sliced.append(leaf if is_vector else flattened(leaf, axis, back=back))
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
     def chunk_at(start: Any, operands: _Operands) -> Any:
@@ -733,7 +746,9 @@ def _scan_chunks(
         carried_with(begin, operands),
         {i: lend(operands.shared[i]) for i in lent},
     )
-    if group:
+    if chunks.first:  # one step, of sums
+        after = step(init, [])
+    elif group:
         after = _by_groups(step, init, operands, chunks.steps // group, group, folds, slots)
     else:
         after = _scan(step, init, operands.stacked, chunks.steps, folds)

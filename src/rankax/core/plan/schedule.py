@@ -259,17 +259,36 @@ class Chunks:
     that every chunk has the same size and no item is invented.
 
     A chunk is evaluated at once, unless ``tile`` says how many of its items are.
+
+    The chunks of a part of the axis begin at its item ``first``, and may end before the last one.
     """
 
     length: int
     size: int
     steps: int
     tile: int | None = None
+    first: int = 0
 
     @property
     def even(self) -> bool:
         """Whether the chunks tile the axis without overlap."""
         return self.steps * self.size == self.length
+
+    @property
+    def over(self) -> int:
+        """How many items the last chunk shares with the one before it."""
+        return max(0, self.first + self.steps * self.size - self.length)
+
+    @property
+    def apart(self) -> list["Chunks"]:
+        """The chunks that no other overlaps, and the rest as one chunk."""
+        at = self.size * (self.steps - 1)
+        rest = self.length - at
+        tile = self.tile and min(self.tile, rest)
+        return [
+            dataclasses.replace(self, steps=self.steps - 1),
+            Chunks(self.length, rest, 1, tile, first=at),
+        ]
 
 
 def split_into_chunks(length: int, chunk_size: int) -> Chunks:

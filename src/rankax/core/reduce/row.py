@@ -47,6 +47,7 @@ from rankax.core.loop.loop import (
     Tile,
     TileSlots,
     ends_of,
+    flattened,
     group_of,
     run_loop,
     saved,
@@ -596,9 +597,10 @@ class Row:
         inputs = zip(self.jaxpr.invars, *(each.in_axes for each in self.levels), strict=False)
         moving = {v for v, *mapped in inputs if any(axis is not None for axis in mapped)}
         own = [self.rules.folded(step, self.jaxpr, moving, again=again) for step in steps]
-        in_groups = any(step.in_groups for step in own)
-        group = group_of(level.chunks.steps) if in_groups and not level.differentiable else 0
-        folds = sinks_of(own, kept, back=self.back, scattered=bool(group))
+        in_groups = any(step.in_groups for step in own) and not level.differentiable
+        scattered = in_groups and group_of(level.chunks.steps) > 0
+        folds = sinks_of(own, kept, back=self.back, scattered=scattered)
+        parts = self._parts(own, level) if not kept else [level]
 
         def loop(*leaves: Any) -> list[Any]:
             # Outputs that are folded have the items of the levels on their last axes, in order.
@@ -610,14 +612,42 @@ class Row:
                 item = vmap_level(item, inner, axes(place))
             place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
             settings: dict[str, Any] = {"below": sizes, "index_dtype": index_dtype(self.size)}
-            settings |= {"back": self.back, "group": group}
-            states = run_loop(item, leaves, level, axes(place), folds, **settings)
+            if len(parts) > 1:
+                settings["flat"] = [
+                    flattened(jnp.asarray(leaf), axis, back=self.back)
+                    for leaf, axis in zip(leaves, level.in_axes, strict=True)
+                    if axis is not None
+                ]
+
+            def states_of(part: Level) -> list[Any]:
+                group = group_of(part.chunks.steps) if in_groups else 0
+                changes: dict[str, Any] = {"back": self.back, "group": group, **settings}
+                return run_loop(item, leaves, part, axes(place), folds, **changes)
+
+            states, *rest = map(states_of, parts)
+            for more in rest:
+                states = [
+                    step.accumulator.merge(*own)
+                    for step, *own in zip(own, states, more, strict=True)
+                ]
             row = dataclasses.replace(self, leaves=tuple(leaves), levels=(level, *below))
             pairs = zip(own, states, strict=False)
             found = [step.accumulator.found(row, step, state) for step, state in pairs]
             return [*found, *states[len(own) :]]
 
         return loop
+
+    def _parts(self, steps: Steps, level: Level) -> list[Level]:
+        """Return a level whose tiles overlap as two, if that is faster: its tiles, and the rest.
+
+        Otherwise, a derivative has a second copy of the kernel in each step. A sum that joins the
+        slots of each tile leaves it to a library, which leaves no item out.
+        """
+        chunks = (self.back and level.derivative) or level.chunks
+        may = all(step.joins or (self.back and step.accumulator.drifts) for step in steps)
+        if chunks.even or level.observer or not may:
+            return [level]
+        return [dataclasses.replace(level, chunks=x, derivative=None) for x in chunks.apart]
 
     def _item_by_item(
         self, fun: Callable[..., list[Any]], steps: Steps, kept: int, level: Level, each: int

@@ -29,8 +29,8 @@ number by number 0.09 and 0.33, and of three that are cheap 1.2 times, as long a
 
 The library has sines and cosines in vectors, which XLA:CPU calls from C for each number. So sums of
 what they make of numbers are joined, too, in tiles that are long enough for the library: they take
-0.11 to 0.21 times as long, gradients 0.56 to 0.63. Where no tile divides the axis, items that were
-counted before are left out by a choice, which the library does not make.
+0.11 to 0.21 times as long, gradients 0.56 to 0.63. The library makes no choice, such as to leave an
+item out. So what fills no tile is evaluated after the loop.
 
 The tile must be known before the levels of a plan are cut. So a chunked kernel is traced first, and
 the same program is then mapped: a call still traces it once. `plan` traces it, too. A batch that
