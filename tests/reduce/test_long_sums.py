@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, temporary_bytes, weekly
+from helpers import REMAT3, assert_same, equations, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, sliced_scan
 from rankax.reductions import Gram, Moments
 
@@ -205,6 +205,16 @@ def test_windows_of_a_scan_do_not_drift():
         _, found = sliced_scan(step, 0.0, values, save_at=[99_999, MANY - 1], reduce=reduce)
         halves = np.split(wide(values), [100_000])
         assert error(found, np.array([right(half) for half in halves])) < 4, reduce
+
+
+@pytest.mark.parametrize("argument", [0, 1])
+def test_what_rows_share_is_not_stored_for_each(argument):
+    matrix = np.ones((1000, 3), np.float32)
+    shared = auto_vmap(1, 1, reduce="sum")(lambda x, y: jnp.sum(jnp.tanh(matrix @ jnp.sin(x * y))))
+    slope = jax.grad(lambda x, y: shared(x[:, None], y), argument)
+    program = jax.make_jaxpr(slope)(*[jax.ShapeDtypeStruct((1000, 3), jnp.float32)] * 2)
+    largest = max(v.aval.size for eqn in equations(program.jaxpr) for v in eqn.outvars)
+    assert largest < 1000 * 1000  # else 1000 copies of the points, or of the matrix
 
 
 @pytest.mark.slow

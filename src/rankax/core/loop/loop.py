@@ -67,12 +67,7 @@ from rankax.core.loop.eager_programs import kernel_of_call
 from rankax.core.loop.shared import MOST_PLAIN, borrow, lend, steps_per_sum, with_slope
 from rankax.core.loop.spec import PLACE, vmap_level
 from rankax.core.plan.schedule import Chunks, Level, at_most, is_known
-from rankax.core.trace.derivatives import (
-    call_with_derivative_of,
-    has_refs,
-    is_differentiated,
-    keep_rules,
-)
+from rankax.core.trace.derivatives import has_refs, keep_rules
 from rankax.core.trace.programs import evaluate, with_axis
 
 T = TypeVar("T")
@@ -681,22 +676,6 @@ def apart_from_constants(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     return lambda constants, inputs: evaluate(jaxpr, constants, *inputs)
 
 
-def with_slopes_of_live(chunk_at: Callable[[Any, _Operands], Any]) -> Callable[..., Any]:
-    """Return the evaluation of a chunk that takes no slope of a constant without a derivative.
-
-    The slope, or a value found from it, would be stored for each step.
-    """
-
-    def of_live(start: Any, operands: _Operands) -> Any:
-        live = {i: slope for i, slope in operands.slopes.items() if is_differentiated(slope)}
-        return chunk_at(start, operands._replace(slopes=live))
-
-    def without(start: Any, operands: _Operands) -> Any:
-        return chunk_at(start, operands._replace(slopes={}))
-
-    return functools.partial(call_with_derivative_of, of_live, without, key=True)
-
-
 def _scan_chunks(
     chunk_at: Callable[[Any, _Operands], Any],
     operands: _Operands,
@@ -717,8 +696,6 @@ def _scan_chunks(
     reports = level.observer and level.observer.reports(chunks.length, chunks.size, chunks.steps)
     if level.checkpoint:
         chunk_at = checkpointed(chunk_at)
-    if lent:
-        chunk_at = with_slopes_of_live(chunk_at)
     takers = [fold.of_group for fold in folds] if group else folds
 
     def one_step(held: Any, start: Any, operands: _Operands) -> Any:

@@ -23,7 +23,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from rankax.core.base.arrays import SMALL, has_tangent, is_plain, is_ref
 from rankax.core.plan.schedule import at_most
@@ -247,6 +247,10 @@ _with_slope = _primitive(
     lambda primals, tangents: (list(primals[:1]), list(tangents[1:])),
     lambda cotangents, x, _: [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None, *cotangents],
 )
+# So JAX sees that the value is the same in all steps also where only another argument has tangents.
+# Otherwise each step would store what a loop inside it reads.
+# Test: ``tests/reduce/test_long_sums.py``, ``what_rows_share``.
+partial_eval.custom_partial_eval_rules[_with_slope] = lambda _, *tracers: list(tracers[:1])
 
 
 def _in_each_pushed(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:

@@ -92,13 +92,6 @@ def _(primals: Any, tangents: Any) -> Any:
     return with_derivative(*primals), tangents[1]  # which has a derivative, too
 
 
-def is_differentiated(x: jax.Array) -> bool:
-    """Whether an array has a tangent, inside what `call_with_derivative_of` differentiates."""
-    moves = [False]
-    _noting(lambda x: [x], moves)(x)
-    return moves[0]
-
-
 def without_derivative(tree: Any, words: str) -> Any:
     """Return arrays whose derivative is refused."""
     refused = jax.custom_jvp(lambda tree: tree)
