@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, enable_x64, primitives, slow, temporary_bytes, weekly
+from helpers import assert_same, enable_x64, equations, primitives, slow, temporary_bytes, weekly
 from rankax import Mask, Ragged, SplitKey, auto_vmap, chunked_reduce, sliced_scan
 from rankax.reductions import ByLabel, Histogram, Mean, Moments, MomentsResult, Several
 from rankax.stream import run
@@ -508,7 +508,8 @@ def test_wrong_objects(make, error, text):
     ("reduce", "text"),
     [
         (ByLabel("bins", 3), "output has no output 'bins'; it has output['bin'], output['x'] and"),
-        (ByLabel("bins", 3), "and there is no argument bins with a rank; name the one with the la"),
+        (ByLabel("bins", 3), "and there is no argument bins with a rank; name the output with the"),
+        (ByLabel("bins", 3), "labels, or an argument with them, which the kernel need not use"),
         (ByLabel("value", 3), "the argument value has dtype float32, but labels are integers; con"),
         (
             ByLabel("x", 3),
@@ -595,6 +596,13 @@ def test_a_step_scatters_once():
     assert count("sum") == count("max") == 2  # values
     assert count("mean") == 3
     assert count("logsumexp") == 4  # the largest and the sum of each value
+
+
+def test_bins_of_numbers_have_no_axis_of_length_1():
+    call = chunked_reduce(item, ByLabel("bin", LENGTH), chunk_size=4)
+    found = equations(jax.make_jaxpr(call)(LABELS, X).jaxpr)
+    scattered = [eqn.outvars[0].aval for eqn in found if eqn.primitive.name == "scatter-add"]
+    assert [aval.shape for aval in scattered] == [(LENGTH, 3, 1), (LENGTH,)]  # of x and y
 
 
 @pytest.mark.optimized

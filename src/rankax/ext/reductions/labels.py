@@ -114,7 +114,8 @@ class _Labelled(Reduction):
             lack = f"no output {self.by!r}; it has" if self.by is not None else "several outputs:"
             other = "" if self.by is None else f", and there is no argument {self.by} with a rank"
             raise MisfitError(
-                f"{outputs.path} has {lack} {found}{other}; name the one with the labels"
+                f"{outputs.path} has {lack} {found}{other}; name the output with the labels, or an "
+                "argument with them, which the kernel need not use"
             )
         is_given = isinstance(outputs.structure.unflatten(outputs.names), _ByArgument)
         name = f"the argument {self.by}" if is_given else outputs.names[at]
