@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import rankax
-from helpers import refusal
+from helpers import assert_same, refusal
 from rankax import SplitKey, auto_vmap
-from rankax.reductions import ByLabel, TopK
+from rankax.reductions import ByLabel, Histogram, TopK
 
 X = jnp.ones((4, 3))
 needs_warp = pytest.mark.skipif(
@@ -92,7 +92,8 @@ def complex_numbers(x):
 
 REFUSED = {
     "an operation": (spread, (X,), {}, r"because of sort \(.*test_fused_option.py:\d+.*\)"),
-    "labels": (labelled, (X,), {"reduce": ByLabel(0, 5)}, r"scatter-add \(.*its index is comp"),
+    "labels": (labelled, (X,), {"reduce": ByLabel(0, 5)}, r"ByLabel\(0, length=5\), whose labels"),
+    "bins": (total, (X,), {"reduce": Histogram(3, range=(0, 9))}, r"Histogram\(3, .*whose labels"),
     "a reduction": (total, (X,), {"reduce": TopK(2)}, "a reduction whose state takes more than"),
     "a key": (counted, (X, jax.random.key(0)), {"key": SplitKey}, "an item that depends on its"),
     "what is kept": (kept, (X,), {"reduce": ("sum", None)}, "an output that is kept whole"),
@@ -139,6 +140,9 @@ def test_auto_falls_back_in_silence(monkeypatch):
     kernel = auto_vmap(1, reduce="sum", fused="auto")(spread)
     assert float(kernel(X)) == 12
     assert "not fused, because of sort" in str(kernel.plan(X))
+    kernel = auto_vmap(1, reduce=ByLabel(0, 2), fused="auto")(labelled)
+    assert_same(kernel(X), (None, jnp.array([0.0, 4.0])))
+    assert "not fused, because of ByLabel" in str(kernel.plan(X))
     assert "rankax_fused" in str(jax.make_jaxpr(auto_vmap(1, reduce="sum", fused="auto")(total))(X))
 
 

@@ -39,29 +39,28 @@ from rankax.core.walk import Nest, nest_of
 from rankax.ext.fused.fold import FusedFold, evaluated, sums_of
 from rankax.ext.fused.kernel import MOST_INDEX
 from rankax.ext.fused.scalars import Refused
+from rankax.ext.reductions.labels import ByLabel, Histogram
 
 
 def walk_of(nest: Nest, options: Options) -> Nest:
     """Return what walks the nest of a reduction: one kernel, if that can be written."""
-    own = {field.name: getattr(nest, field.name) for field in dataclasses.fields(Nest)}
-    return FusedNest(**own, is_asked=options.fused is True)
+    return FusedNest(**vars(nest), is_asked=options.fused is True)
 
 
 def with_literals(item: ItemProgram) -> ItemProgram:
     """Return an item in which small arrays of integers, such as indices, are part of the program.
 
-    Other constants are operands of a kernel, whose numbers it reads when it runs.
+    Other constants are operands of a kernel, whose numbers it reads when it runs. This comes before
+    `walk_of`, because an eager call recognizes the program that it has kept by these integers.
     """
     closed = item.closed
-    inlined = [_is_index(x) for x in closed.consts]
-    if not any(inlined):
+    others = [x for x in closed.consts if not _is_index(x)]
+    if len(others) == len(closed.consts):
         return item
-    pairs = list(zip(closed.consts, inlined, strict=True))
-    others = [x for x, own in pairs if not own]
 
     def program(consts: Sequence[Any], *args: Any) -> list[Any]:
         rest = iter(consts)
-        whole = [_spelled_out(x) if own else next(rest) for x, own in pairs]
+        whole = [_spelled_out(x) if _is_index(x) else next(rest) for x in closed.consts]
         return evaluate(closed.jaxpr, whole, *args)
 
     jaxpr, count = jax.make_jaxpr(program)(others, *closed.in_avals).jaxpr, len(others)
@@ -107,8 +106,7 @@ class FusedNest(Nest):
                 return loops(*args)
 
         args = list(item.closed.consts), list(map(jnp.asarray, leaves))
-        assert self.reductions is not None
-        key = None if self.reductions.are_ordered else self
+        key = self if self.reductions and not self.reductions.are_ordered else None
         try:
             if not self.differentiable:
                 return forward(*args)
@@ -138,8 +136,12 @@ class FusedNest(Nest):
 
     def in_one_kernel(self, *, differentiable: bool) -> Nest:
         """Return the nest that is one kernel; to walk it raises `Refused` if it cannot be."""
+        assert self.reductions is not None
         if self.takes_chunks:
             raise Refused("batched=True, with which the kernel itself takes many items")
+        for entry in self.reductions.entries:
+            if isinstance(entry, (ByLabel, Histogram)):
+                raise Refused(f"{entry.label}, whose labels are known only when it runs")
         plan = self.plan.cut(None)
         kept = [n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced]
         arrays = [leaf.shape for leaf in plan.leaves if leaf.is_array]
