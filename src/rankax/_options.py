@@ -93,29 +93,28 @@ def _compiler_options(value: Any, site: str) -> tuple[tuple[str, Any], ...]:
     return pairs
 
 
-def option(default: Any, check: Callable[[Any, str], Any] | None = None, **more: Any) -> Any:
+def option(default: Any, check: Callable[[Any, str], Any] | None = None) -> Any:
     """Return a field; without a check, it is a bool. The default is not checked."""
-    return dataclasses.field(default=default, metadata={"check": check, **more})
+    return dataclasses.field(default=default, metadata={"check": check})
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """All options of one call; hashable, because kept programs are looked up by them.
 
-    `rankax.options` sets those that are ``scoped``. The others change what a kernel returns or
-    takes.
+    `rankax.options` sets those of `Scoped`. The others change what a kernel returns or takes.
     """
 
-    chunk_size: int | str | None = option(AUTO, _chunk_size, scoped=True)
-    memory_limit: Any = option(None, checked_limit, scoped=True)
-    checkpoint: bool | None = option(None, scoped=True)
-    progress: Any = option(False, checked_progress, scoped=True)
-    devices: Any = option(None, checked_devices, scoped=True)
-    lockstep: bool = option(True, scoped=True)
-    cpu_math: bool = option(False, scoped=True)
-    xla_cpu: bool = option(rules.DEFAULT, scoped=True)
-    hoist: bool = option(True, scoped=True)
-    fused: bool | str = option(False, checked_fused, scoped=True)
+    chunk_size: int | str | None = option(AUTO, _chunk_size)
+    memory_limit: Any = option(None, checked_limit)
+    checkpoint: bool | None = option(None)
+    progress: Any = option(False, checked_progress)
+    devices: Any = option(None, checked_devices)
+    lockstep: bool = option(True)
+    cpu_math: bool = option(False)
+    xla_cpu: bool = option(rules.DEFAULT)
+    hoist: bool = option(True)
+    fused: bool | str = option(False, checked_fused)
     reduce: Reductions | None = option(None, read_reductions)
     reduce_axis: int | tuple[int, ...] | None = option(None, _reduce_axis)
     over: tuple[str, ...] | None = option(None, _over)
@@ -182,7 +181,6 @@ class Options:
 
 DEFAULTS = Options()
 _FIELDS = {field.name: field for field in dataclasses.fields(Options) if field.name != "target"}
-_SCOPED = [name for name, field in _FIELDS.items() if field.metadata.get("scoped")]
 NAMES = list(_FIELDS)
 
 
@@ -282,11 +280,7 @@ class Scoped(TypedDict, total=False):
     fused: bool | Literal["auto"]
 
 
-class Entered(Scoped, total=False):
-    """What a scope can set, options and more."""
-
-    check: bool
-    plain: bool
+_SCOPED = [name for name in NAMES if name in Scoped.__annotations__]
 
 
 class OfMaps(Scoped, total=False):
@@ -308,7 +302,9 @@ class Given(OfMaps, total=False):
     where: str | int | None
 
 
-def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None]:
+def options(
+    *, check: bool | None = None, plain: bool | None = None, **values: Unpack[Scoped]
+) -> contextlib.AbstractContextManager[None]:
     r"""Set options for every kernel that is called inside a ``with`` block.
 
     ``with options(chunk_size=100): fit(x)`` is equivalent to running ``fit`` with
@@ -365,14 +361,10 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
     ...     norm.plan(jnp.ones((100, 3))).in_flight
     10
     """
-    given: dict[str, Any] = dict(values)
-    checks = given.pop("check", None)
-    if checks is not None:
-        check_bool(checks, "rankax.options", "check")
-    plain = given.pop("plain", None)
-    if plain is not None:
-        check_bool(plain, "rankax.options", "plain")
-        given = {"xla_cpu": False, "chunk_size": None, **given} if plain else given
+    for name, value in (("check", check), ("plain", plain)):
+        if value is not None:
+            check_bool(value, "rankax.options", name)
+    given = {"xla_cpu": False, "chunk_size": None, **values} if plain else values
     checked = checked_options(given, "rankax.options")
     for name in checked:
         if name not in _SCOPED:
@@ -380,7 +372,7 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
                 f"rankax.options: {name} belongs to a kernel; use "
                 f"kernel.with_options({name}=...) (a scope can set {listed(_SCOPED)})"
             )
-    return _entered(checked, checks, plain)
+    return _entered(checked, check, plain)
 
 
 @contextlib.contextmanager
@@ -398,13 +390,10 @@ def _entered(checked: dict[str, Any], checks: bool | None, plain: bool | None) -
 
 
 # What `help` shows.
+_defaults = {**{name: _FIELDS[name].default for name in _SCOPED}, "check": False, "plain": False}
 vars(options)["__signature__"] = inspect.Signature(
     [
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_FIELDS[name].default)
-            for name in _SCOPED
-        ),
-        inspect.Parameter("check", inspect.Parameter.KEYWORD_ONLY, default=False),
-        inspect.Parameter("plain", inspect.Parameter.KEYWORD_ONLY, default=False),
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in _defaults.items()
     ]
 )
