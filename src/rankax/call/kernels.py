@@ -42,7 +42,7 @@ from rankax.core.base.trees import (
     refusal_of_sparse,
 )
 from rankax.core.declare.dims import Dim, Rank
-from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
+from rankax.core.declare.ranks import Declaration, ranks_of_output, subtrees_with_ranks
 from rankax.core.plan.report import call_error, output_error
 from rankax.core.plan.schedule import (
     NO_ARRAY,
@@ -484,7 +484,7 @@ class KernelCall(Call):
         if declared is None:
             return out
         try:
-            ranks = ranks_of_leaves(declared, out, "output")
+            ranks = ranks_of_output(declared, out)
         except ValueError as error:
             raise ValueError(f"{function_location(self.fun)}: {error}") from None
         named = zip(leaves_with_names(out, "output"), ranks, strict=True)

@@ -26,7 +26,7 @@ from rankax.core.base.arrays import has_tangent, is_cpu, sharding_of, target_of
 from rankax.core.base.messages import check_bool, checked_int, positive_int
 from rankax.core.base.trees import check_outputs, leaves_with_names
 from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import Declaration, ranks_of_leaves
+from rankax.core.declare.ranks import Declaration, ranks_of_output
 from rankax.core.loop.spec import item_key
 from rankax.core.plan.schedule import Shape
 from rankax.core.reduce.protocol import Several
@@ -467,7 +467,7 @@ def _is_odd(
             check_outputs(spec.fun, out)
             outs = jax.tree.leaves(out)
             if masks and spec.declaration.outputs is not None:
-                declared = ranks_of_leaves(spec.declaration.outputs, out, "output")
+                declared = ranks_of_output(spec.declaration.outputs, out)
                 outs = [_real(x, rank, masks) for x, rank in zip(outs, declared, strict=True)]
             return [x for x in outs if has_tangent(x)], out
 

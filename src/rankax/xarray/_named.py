@@ -22,7 +22,7 @@ from rankax.core.base.trees import (
     spread_prefix,
 )
 from rankax.core.declare.dims import Dim, Rank
-from rankax.core.declare.ranks import ranks_of_leaves
+from rankax.core.declare.ranks import ranks_of_output
 from rankax.ext.blocks.arrays import blocks_of
 from rankax.ext.blocks.call import check_dtype
 from rankax.ext.blocks.programs import in_native_order
@@ -349,7 +349,7 @@ def _declared_dims(
     ranks: Sequence[Rank | None] = [None] * len(jax.tree.leaves(out))
     if kernel.declaration.outputs is not None:
         with contextlib.suppress(ValueError):  # a reduction returns another tree
-            ranks = ranks_of_leaves(kernel.declaration.outputs, out, "output")
+            ranks = ranks_of_output(kernel.declaration.outputs, out)
     dims_of: dict[str | None, set[str]] = {}
     for leaf in leaves:
         for name, dim in zip(declared_names(leaf.rank), leaf.core, strict=True):

@@ -185,12 +185,22 @@ _SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
 _CORE_DIM = re.compile(r"[A-Za-z_]\w*|\d+")
 
 
-def from_gufunc(text: str, signature: inspect.Signature, site: str) -> BoundRanks:
+def _is_gufunc(positional: tuple[Any, ...]) -> bool:
+    return len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]
+
+
+def from_gufunc(
+    text: str, others: Mapping[str, Any], signature: inspect.Signature, site: str
+) -> BoundRanks:
     """Read a signature for the whole kernel: ``"(n,3),(n)->()"``.
 
     ``*args`` takes all groups that remain for it. ``self`` and ``cls`` are skipped because a
-    signature cannot express "no rank".
+    signature cannot express "no rank". The ``others`` are masks, which callers do not pass.
     """
+    if not all(isinstance(rank, Mask) for rank in others.values()):
+        raise TypeError(f"{site}: a gufunc signature declares every rank; drop the named ones")
+    passed = [p for name, p in signature.parameters.items() if name not in others]
+    signature = signature.replace(parameters=passed)
     inputs, arrow, outputs = text.partition("->")
     if not arrow or not _SIDE.fullmatch(inputs) or not _SIDE.fullmatch(outputs):
         raise ValueError(
@@ -208,6 +218,7 @@ def from_gufunc(text: str, signature: inspect.Signature, site: str) -> BoundRank
             f"{site}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
             f"parameters {signature}"
         ) from None
+    bound.whole.update(others)
     return bound._replace(outputs=results[0] if len(results) == 1 else tuple(results))
 
 
@@ -294,7 +305,10 @@ def declare(
     by_parameter = checked_ranks(ranks, site)
     options = _options_among(named, positional, by_parameter, signature, known_options)
     named = {name: rank for name, rank in named.items() if name not in options}
-    bound = _bound(positional, named, by_parameter, signature, site, known_options)
+    if _is_gufunc(positional):
+        bound = from_gufunc(positional[0], {**named, **by_parameter}, signature, site)
+    else:
+        bound = bind_ranks(positional, named, by_parameter, signature, site, known_options)
     also = dict.fromkeys(named.keys() & {*known_options}, "; as an option, pass it to with_options")
     explicit = {
         name: _normal(rank, f"{site}: {name}", also.get(name, ""))
@@ -350,32 +364,12 @@ def _options_among(
 ) -> dict[str, Any]:
     """Return the options: a name of a parameter is one if the parameter has its rank elsewhere."""
     ranked = {*by_parameter}
-    if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
+    if _is_gufunc(positional):
         ranked |= signature.parameters.keys()
     with contextlib.suppress(TypeError):  # too many, which is refused later
         ranked |= signature.bind_partial(*positional).arguments.keys()
     parameters = signature.parameters.keys() - ranked
     return {k: v for k, v in named.items() if k in known_options and k not in parameters}
-
-
-def _bound(
-    positional: tuple[Any, ...],
-    named: Mapping[str, Any],
-    by_parameter: Mapping[str, Any],
-    signature: inspect.Signature,
-    site: str,
-    known_options: Collection[str],
-) -> BoundRanks:
-    """Bind explicit ranks to parameters."""
-    if not (len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]):
-        return bind_ranks(positional, named, by_parameter, signature, site, known_options)
-    masks = {**named, **by_parameter}
-    if not all(isinstance(rank, Mask) for rank in masks.values()):
-        raise TypeError(f"{site}: a gufunc signature declares every rank; drop the named ones")
-    passed = [p for name, p in signature.parameters.items() if name not in masks]
-    bound = from_gufunc(positional[0], signature.replace(parameters=passed), site)
-    bound.whole.update(masks)
-    return bound
 
 
 def _without_masks(declaration: Declaration, site: str) -> Declaration:
@@ -415,9 +409,9 @@ def subtrees_with_ranks(tree: Any, value: Any, name: str) -> list[tuple[str, Any
     )
 
 
-def ranks_of_leaves(tree: Any, value: Any, name: str) -> list[Rank | None]:
-    """Return the rank of each leaf of an argument."""
-    return spread_prefix(tree, value, name, is_entry=_is_rank, what="rank")
+def ranks_of_output(declared: Any, out: Any) -> list[Rank | None]:
+    """Return the declared rank of each leaf of an output."""
+    return spread_prefix(declared, out, "output", is_entry=_is_rank, what="rank")
 
 
 def _is_rank(entry: Any) -> bool:

@@ -24,7 +24,7 @@ from rankax.core.base.arrays import weakened, zeros
 from rankax.core.base.messages import traced_as
 from rankax.core.base.trees import leaves_with_names
 from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import Declaration, ranks_of_leaves
+from rankax.core.declare.ranks import Declaration, ranks_of_output
 from rankax.core.loop.shared import narrowed
 from rankax.core.loop.spec import PLACE, item_key
 from rankax.core.trace.derivatives import with_derivative
@@ -168,7 +168,7 @@ def dims_of_outputs(declared: Any, dims: Sequence[str], out: Any) -> list[tuple[
     paths = [path for path, _ in leaves_with_names(out, "output")]
     if declared is None:
         return [(path, None) for path in paths]
-    ranks = ranks_of_leaves(declared, out, "output")
+    ranks = ranks_of_output(declared, out)
     names = [rank.dims[0].name if rank is not None and rank.dims else None for rank in ranks]
     found = [dims.index(name) if name in dims else None for name in names]
     return list(zip(paths, found, strict=True))
