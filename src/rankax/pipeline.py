@@ -309,7 +309,7 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
     make = functools.partial(_program, own, observer, is_now=mode is Mode.EAGER)
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
-    of_call = whole, own.place.key, options, options.rules, observer
+    of_call = whole, own.place, options, options.rules, observer
     key = None if is_ordered else (*of_call, tuple(call.lengths), call.cut)
     with call_of_kernel(item.site), own.place.around(call.site):
         try:

@@ -7,7 +7,7 @@ Each class says what it returns; what does not apply returns None.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,8 +20,6 @@ from rankax.core.plan.schedule import WHOLE_CHUNKS, Shape, Tiles
 
 class Placement:
     """Where a batch is evaluated: in one piece, where its arrays are. A key of kept programs."""
-
-    key: Hashable = ()
 
     def __bool__(self) -> bool:
         """Whether the batch is cut into parts."""

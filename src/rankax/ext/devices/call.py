@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from rankax._options import AUTO, Options
 from rankax.call.base import Call
-from rankax.core.base.arrays import is_spread, is_staged
+from rankax.core.base.arrays import is_staged
 from rankax.core.base.messages import caller_level, listed
 from rankax.core.plan.schedule import Plan
 from rankax.core.protocols import Layout, Placement
@@ -32,18 +32,14 @@ class OnDevices(Placement):
 
     parts: tuple[Parts, ...]
 
-    @property
-    def key(self) -> Hashable:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.parts
-
     def __bool__(self) -> bool:
         return True
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
-        return inside(self.parts)
+        return inside()
 
     def around(self, site: str) -> contextlib.AbstractContextManager[Any]:
-        return committed_elsewhere(site, self.parts)
+        return committed_elsewhere(site)
 
     def put(self, values: Sequence[Any], call: Call, options: Options) -> list[Any]:
         whole, parts = call.plan_whole(options), self.parts[0]
@@ -61,7 +57,7 @@ class OnDevices(Placement):
 def devices_of(call: Call, options: Options) -> OnDevices | None:
     """Return the devices that share the batch of a call, if several do."""
     devices = options.devices
-    if devices is False or (devices is None and not any(map(is_spread, call.leaves))):
+    if devices is False:
         return None
     whole = call.plan_whole(options)
     shape, reduced = whole.batch_shape, whole.reduced

@@ -47,14 +47,11 @@ def is_inside() -> bool:
 
 
 @contextlib.contextmanager
-def inside(parts: Sequence[Any]) -> Generator[None]:
+def inside() -> Generator[None]:
     """Trace a kernel that devices share: the calls that it makes in turn use no other devices.
 
     The program has the types of one device, without a mesh.
     """
-    if not parts:
-        yield
-        return
     token = _is_inside.set(True)
     try:
         with no_mesh():
@@ -149,8 +146,8 @@ class Parts:
     axis: int
     length: int
     count: int
-    names: tuple[str, ...] = ()  # the mesh axes that shard it
-    mesh: Any = None
+    names: tuple[str, ...]  # the mesh axes that shard it
+    mesh: Any
 
     @property
     def shorter(self) -> int:

@@ -115,7 +115,7 @@ def sharded_like(whole: Callable[[], Any], out: Any, leaves: Sequence[Any]) -> A
 
 
 @contextlib.contextmanager
-def committed_elsewhere(site: str, parts: tuple[Parts, ...]) -> Generator[None]:
+def committed_elsewhere(site: str) -> Generator[None]:
     """Say what to do where JAX refuses arrays of other devices.
 
     JAX has no class for this error, and the arrays, inside `jax.grad`, do not tell their devices.
@@ -124,7 +124,7 @@ def committed_elsewhere(site: str, parts: tuple[Parts, ...]) -> Generator[None]:
     try:
         yield
     except ValueError as error:
-        if not parts or "incompatible devices" not in str(error):
+        if "incompatible devices" not in str(error):
             raise
         raise ValueError(
             f"{site}: inside jax.grad, jax.jvp or jax.vmap, an argument is committed to other "
