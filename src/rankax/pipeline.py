@@ -60,7 +60,9 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
         place = place_of(call, options) if place is None else place
         call, options = prepared(call, options, place)
         if (plan := by_hand(call, options, place)) is not None:
-            call = call.with_leaves(place.put(call.leaves, call, options)) if place else call
+            if place:
+                leaves = place.put(call.leaves, call, options)
+                call = dataclasses.replace(call, leaves=leaves)
             return call.in_one_piece(plan)
         with observed(options, call.name) as observer:
             out = _walked(traced(call, options, place), observer)
@@ -75,8 +77,8 @@ def evaluate(call: Call, options: Options, place: Placement | None = None) -> An
 def options_of(call: Call, options: Options) -> Options:
     """Return the options of a call, which know where it runs and what its kernel takes."""
     options = options.at(call.leaves)
-    takes_batch = call.form is not None and call.form.takes_chunks
-    return options.replace(batched=True) if takes_batch and not options.batched else options
+    takes_batch = call.form.takes_chunks and not options.batched
+    return options.replace(batched=True) if takes_batch else options
 
 
 def place_of(call: Call, options: Options) -> Placement:
@@ -153,6 +155,11 @@ class Traced(NamedTuple):
     part: Plan  # of the part of a device, without chunks
     apart: once.Apart | None = None  # some is hoisted, and the rest is walked
 
+    @property
+    def walked(self) -> tuple[ItemProgram, Plan]:
+        """The program that is walked, and the plan of the part, without chunks."""
+        return (self.apart.item, self.apart.plan) if self.apart else (self.item, self.part)
+
 
 def traced(call: Call, options: Options, place: Placement) -> Traced:
     """Trace the kernel of a call for one item; copies that fill a batch up are not reduced."""
@@ -180,12 +187,12 @@ class Fitted(NamedTuple):
     is_walked: bool  # otherwise it is evaluated by hand after all
 
 
-def fit(own: Traced) -> Fitted:
+def fit(trace: Traced) -> Fitted:
     """Choose what walks the items, then how many at once: a limit measures what will run."""
-    call, options, layout = own.call, own.options, own.layout
-    if own.whole.is_empty:
-        return Fitted(own.whole, options, {}, is_walked=True)
-    item, whole = (own.apart.item, own.apart.plan) if own.apart else (own.item, own.part)
+    call, options, layout = trace.call, trace.options, trace.layout
+    if trace.whole.is_empty:
+        return Fitted(trace.whole, options, {}, is_walked=True)
+    item, whole = trace.walked
     jaxpr, found = item.closed.jaxpr, dict[str, Any]()
     if has_refs(jaxpr.constvars, item.closed.effects):
         options = options.replace(checkpoint=False)  # JAX cannot differentiate a checkpointed Ref
@@ -197,7 +204,7 @@ def fit(own: Traced) -> Fitted:
 
     def plan_of(chunk_size: Any, /) -> Plan:
         sized = options.replace(chunk_size=chunk_size)
-        if whole is own.whole:
+        if whole is trace.whole:
             return call.plan(sized, tiles)  # a call keeps its plans
         return whole.cut(*sizes_of(sized, tiles))
 
@@ -212,11 +219,11 @@ def fit(own: Traced) -> Fitted:
         size = memory.default_size(item, options, whole, of_items)
         options = options.replace(chunk_size=size)
     if options.memory_limit is not None:
-        part = call.part(own.whole, layout.shapes()[-1]) if layout else call
-        nest = functools.partial(_nest, own)
-        of_lengths = functools.partial(_item_of_lengths, own)
+        part = call.part(trace.whole, layout.shapes()[-1]) if layout else call
+        nest = functools.partial(_nest, trace)
+        of_lengths = functools.partial(_item_of_lengths, trace)
         found["memory"] = chosen = memory.within_limit(
-            own.item, options, part, own.whole.mapped, plan_of, nest, of_lengths, whole
+            trace.item, options, part, trace.whole.mapped, plan_of, nest, of_lengths, whole
         )
         checkpoint = False if chosen.stored else options.checkpoint
         options = options.replace(chunk_size=chosen.chunk_size, checkpoint=checkpoint)
@@ -226,35 +233,35 @@ def fit(own: Traced) -> Fitted:
     return Fitted(plan, options, found, is_walked=bool(needs_walk))
 
 
-def fit_apart(own: Traced) -> tuple[Traced, Fitted]:
+def fit_apart(trace: Traced) -> tuple[Traced, Fitted]:
     """Choose how a call runs, with what is hoisted out of its loops."""
-    options, fitted = own.options, None
+    options, fitted = trace.options, None
     if options.memory_limit is None:  # otherwise, only what will run is measured
-        fitted = fit(own)
+        fitted = fit(trace)
         if not (fitted.plan.has_loop or fitted.plan.walked or options.fused):
-            return own, fitted
-    is_asked = options.hoist and not (options.batched or own.call.lengths or own.part.is_empty)
-    apart = once.hoist(own.item, own.part) if is_asked else None
+            return trace, fitted
+    is_asked = options.hoist and not (options.batched or trace.call.lengths or trace.part.is_empty)
+    apart = once.hoist(trace.item, trace.part) if is_asked else None
     if apart is None or not memory.has_room(options, apart.bytes):
-        return own, fitted or fit(own)
-    own = own._replace(apart=apart)
-    return own, fit(own)._replace(is_walked=True)  # lanes may have none but the hoisted loops
+        return trace, fitted or fit(trace)
+    trace = trace._replace(apart=apart)
+    return trace, fit(trace)._replace(is_walked=True)  # lanes may have none but the hoisted loops
 
 
-def _item_of_lengths(own: Traced, *lengths: int) -> ItemProgram:
+def _item_of_lengths(trace: Traced, *lengths: int) -> ItemProgram:
     """Return the item; of a kernel that takes a batch, for chunks of these lengths."""
-    if not own.options.batched:
-        return own.item
-    call = dataclasses.replace(own.call, form=Batched(lengths))
-    return traced(call, own.options, own.place).item
+    if not trace.options.batched:
+        return trace.item
+    call = dataclasses.replace(trace.call, form=Batched(lengths))
+    return traced(call, trace.options, trace.place).item
 
 
 def walk_of(
-    plan: Plan, options: Options, inputs: tuple[int, ...], *passes: Pass, **own: Any
+    plan: Plan, options: Options, inputs: tuple[int, ...], *passes: Pass, **more: Any
 ) -> Nest:
     """Return what walks the levels of a plan: nested maps and loops, lanes, or one kernel.
 
-    ``passes`` come after those of the options. ``own``: see `rankax.core.walk.nest_of`.
+    ``passes`` come after those of the options. ``more``: see `rankax.core.walk.nest_of`.
     """
     has_math = options.cpu_math and cpu_math.is_on(options)
     passes = (cpu_math.PASS, *passes) if has_math else passes
@@ -267,13 +274,13 @@ def walk_of(
         passes=passes,
         takes_chunks=options.batched,
         checkpoint=options.checkpoint is not False,
-        **own,
+        **more,
     )
     return fused.walk_of(nest, options) if options.fused else nest
 
 
 def _nest(
-    own: Traced,
+    trace: Traced,
     plan: Plan,
     options: Options,
     observer: Observer | None = None,
@@ -282,36 +289,36 @@ def _nest(
 ) -> Nest:
     """Return what walks a call: first what is hoisted, then the rest."""
     how = {"observer": observer, "differentiable": differentiable}
-    if own.apart is None:
-        return walk_of(plan, options, own.whole.mapped, **how)
+    if trace.apart is None:
+        return walk_of(plan, options, trace.whole.mapped, **how)
     first: list[Nest] = []
     of_map = options.replace(reduce=None, fused=False)
-    chooses = options.reduce is not None and options.reduce.chosen(own.item.outputs) > 0
-    for each in own.apart.hoisted:
-        _, in_lanes = lanes.planner(each.item, of_map, each.plan)
-        tiles = options.rules.tiles(each.item.closed.jaxpr, 0)
-        of_piece = each.plan.cut(options.most, tiles)
+    chooses = options.reduce is not None and options.reduce.chosen(trace.item.outputs) > 0
+    for piece in trace.apart.hoisted:
+        _, in_lanes = lanes.planner(piece.item, of_map, piece.plan)
+        tiles = options.rules.tiles(piece.item.closed.jaxpr, 0)
+        plan_of_piece = piece.plan.cut(options.most, tiles)
         if in_lanes and not options.lockstep:
-            of_piece = in_lanes(options.chunk_size)
-        inputs = each.plan.mapped
-        passes = once.unless_unused_of(each.item) if chooses else ()
-        piece = walk_of(of_piece, of_map, inputs, *passes, differentiable=differentiable)
-        first.append(piece)
-    before = once.Before(own.part, own.apart.chosen, tuple(first))
-    return walk_of(plan, options, own.apart.plan.mapped, before=before, **how)
+            plan_of_piece = in_lanes(options.chunk_size)
+        inputs = piece.plan.mapped
+        passes = once.unless_unused_of(piece.item) if chooses else ()
+        nest = walk_of(plan_of_piece, of_map, inputs, *passes, differentiable=differentiable)
+        first.append(nest)
+    before = once.Before(trace.part, trace.apart.chosen, tuple(first))
+    return walk_of(plan, options, trace.apart.plan.mapped, before=before, **how)
 
 
-def _walked(own: Traced, observer: Observer | None) -> Any:
+def _walked(trace: Traced, observer: Observer | None) -> Any:
     """Evaluate a traced call; an eager one by its kept program."""
-    call, options, whole, reductions = own.call, own.options, own.whole, own.options.reduce
-    item, leaves = own.layout.placed(own.item, [call.leaves[i] for i in whole.mapped])
-    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(own.layout))
-    make = functools.partial(_program, own, observer, is_now=mode is Mode.EAGER)
+    call, options, whole, reductions = trace.call, trace.options, trace.whole, trace.options.reduce
+    item, leaves = trace.layout.placed(trace.item, [call.leaves[i] for i in whole.mapped])
+    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(trace.layout))
+    make = functools.partial(_program, trace, observer, is_now=mode is Mode.EAGER)
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
-    of_call = whole, own.place, options, options.rules, observer
+    of_call = whole, trace.place, options, options.rules, observer
     key = None if is_ordered else (*of_call, tuple(call.lengths), call.cut)
-    with call_of_kernel(item.site), own.place.around(call.site):
+    with call_of_kernel(item.site), trace.place.around(call.site):
         try:
             run = kept_program(make, item, leaves, key, mode, options.compiled)
             out = run() if run else []
@@ -324,22 +331,22 @@ def _walked(own: Traced, observer: Observer | None) -> Any:
     return reductions.assembled(item.outputs, out)
 
 
-def _program(own: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
+def _program(trace: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    own, fitted = fit_apart(own)
+    trace, fitted = fit_apart(trace)
     if not fitted.is_walked:
         return None
-    options, layout = fitted.options, own.layout
+    options, layout = fitted.options, trace.layout
     if not options.on_cpu:
-        memory.warn_of_small_steps(own.item, fitted.plan)
+        memory.warn_of_small_steps(trace.item, fitted.plan)
     if observer is not None:
         is_shown = layout or fitted.plan.steps > 1
         observer = naming_axes(observer.of_parts(layout.count), fitted.plan) if is_shown else None
     *others, shape = layout.shapes()
-    alone, walks = own._replace(apart=None), dict[Any, Nest]()
+    alone, walks = trace._replace(apart=None), dict[Any, Nest]()
     for other in others:  # one item along an axis
-        plan = own.whole.part(other).cut(*sizes_of(options, WHOLE_CHUNKS))
+        plan = trace.whole.part(other).cut(*sizes_of(options, WHOLE_CHUNKS))
         walks[other] = _nest(alone, plan, options, differentiable=not is_now)
-    walks[shape] = _nest(own, fitted.plan, options, observer, differentiable=not is_now)
+    walks[shape] = _nest(trace, fitted.plan, options, observer, differentiable=not is_now)
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
     return functools.partial(layout.walk, walks)

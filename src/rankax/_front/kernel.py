@@ -53,7 +53,7 @@ from rankax.ext.annotations import annotated_ranks
 from rankax.ext.blocks.call import call_on_blocks
 from rankax.ext.check import check, nonfinite
 from rankax.ext.explain.call import plan_kernel
-from rankax.ext.jit import compiled_parts, evaluate_compiled, lowered
+from rankax.ext.jit import evaluate_compiled, lowered
 from rankax.ext.progress import ProgressOption
 from rankax.ext.ragged.results import call_ragged, plan_ragged
 from rankax.ext.reductions.read import Reduce, ReductionName
@@ -96,9 +96,8 @@ class Kernel(Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         kernel, arguments = self.unbound(args)
-        call = bind(kernel.spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
-        if not call.structure.nodes:
-            check_promotion(call)
+        call = bind(kernel.spec, arguments, kwargs, takes_foreign=True)
+        check_promotion(call)
         return kernel.run(call)
 
     def run(self, call: KernelCall) -> Any:
@@ -106,7 +105,7 @@ class Kernel(Generic[P, R]):
         if call.is_foreign:
             return call_on_blocks(self, call, self.spec.options())
         if call.structure.nodes:
-            return call_ragged(call, compiled_parts(call.kernel))
+            return call_ragged(call)
         if call.kernel.preset.jit:
             return evaluate_compiled(call)
         return evaluate(call, call.kernel.options())
@@ -114,10 +113,10 @@ class Kernel(Generic[P, R]):
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
-        call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_nodes=True)
+        call = bind(kernel.spec, args, kwargs, shapes_only=True)
         check_promotion(call)
         if call.structure.nodes:
-            return plan_ragged(call, compiled_parts(call.kernel))
+            return plan_ragged(call)
         return plan_kernel(call)
 
     @property
@@ -127,7 +126,7 @@ class Kernel(Generic[P, R]):
         if not spec.preset.jit:
             name = spec.name
             raise AttributeError(f"{name} has no lower; {name}.with_options(jit=True) has one")
-        return functools.partial(lowered, spec, *self.unbound(())[1])
+        return functools.partial(lowered, spec, call_ragged, *self.unbound(())[1])
 
     @overload
     def with_options(self, **options: Unpack[OfMaps]) -> Self: ...
@@ -228,8 +227,8 @@ class Kernel(Generic[P, R]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with contextlib.suppress(AttributeError, KeyError):
-            found = operator.attrgetter(self.__qualname__)(sys.modules[self.__module__])
-            if found is self and self.__module__ != "__main__":
+            kernel = operator.attrgetter(self.__qualname__)(sys.modules[self.__module__])
+            if kernel is self and self.__module__ != "__main__":
                 return self.__qualname__
         return super().__reduce_ex__(protocol)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,7 @@ from rankax.ext.ragged.type import Ragged
 class AxisCall(Call):
     """A bound call that maps one axis of each argument."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    tree: Any  # of the arguments: a tuple and a dict
     in_axes: Any
     places: list[int | None]  # where each leaf has the mapped axis
     length: int
@@ -58,7 +57,7 @@ class AxisCall(Call):
 
     def call(self, leaves: Sequence[Any], plan: Plan) -> Any:
         del plan
-        return self._called(*jax.tree.structure((self.args, self.kwargs)).unflatten(leaves))
+        return self._called(*self.tree.unflatten(leaves))
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with noted_errors(self.fun, self._described):
@@ -66,17 +65,13 @@ class AxisCall(Call):
 
     def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
         start = 0
-        for node in jax.tree.leaves((self.args, self.kwargs), is_leaf=is_sparse):
+        for node in jax.tree.leaves(self.tree.unflatten(self.leaves), is_leaf=is_sparse):
             end = start + jax.tree.structure(node).num_leaves
             if is_sparse(node) and any(place is not None for place in self.places[start:end]):
                 path, _, _ = self.paths[start].rpartition(".")
                 raise refusal_of_sparse(self.site, path, node)
             start = end
         return super().trace(plan, reductions)
-
-    def with_leaves(self, leaves: Sequence[Any]) -> Self:
-        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
-        return dataclasses.replace(self, leaves=list(leaves), args=args, kwargs=kwargs)
 
     def _described(self) -> tuple[Any, ...]:
         """Describe the arguments of one item, for an error of the function."""
@@ -85,7 +80,7 @@ class AxisCall(Call):
             shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
             core = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
             rows.append((path, str(shape), str(axis), str(core)))
-        return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
+        return ("argument", "shape", "in_axes", "one item"), rows, self.form.in_front
 
     def in_one_piece(self, plan: Plan) -> Any:
         """Call `jax.vmap`, with errors of rankax."""
@@ -94,10 +89,10 @@ class AxisCall(Call):
         @functools.wraps(self.fun)
         def checked(*args: Any, **kwargs: Any) -> Any:
             nonlocal returned
-            if self.form is None:  # as it is: `jax.vmap` knows how to take apart sparse matrices
-                out = self._called(args, kwargs)
-            else:
+            if self.form.takes_chunks:
                 out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
+            else:  # as it is: `jax.vmap` knows how to take apart sparse matrices
+                out = self._called(args, kwargs)
             checked_output_axes(self.fun, out, self.out_axes)
             returned = True
             return out
@@ -105,8 +100,9 @@ class AxisCall(Call):
         vmapped = jax.vmap(
             checked, self.in_axes, self.out_axes, axis_name=self.axis_name, axis_size=self.length
         )
+        args, kwargs = self.tree.unflatten(self.leaves)
         try:
-            return vmapped(*self.args, **self.kwargs)
+            return vmapped(*args, **kwargs)
         except ValueError:
             if returned and self.axis_name is None:  # `fun` itself did not fail
                 self.trace(plan).check_unmapped_outputs()
@@ -156,13 +152,13 @@ class AxisMap:
             *zip(names, prefixes, args, strict=True),
             *((name, 0, kwargs[name]) for name in sorted(kwargs)),
         ]:
-            found = leaves_with_names(arg, name)
-            named += found
+            of_arg = leaves_with_names(arg, name)
+            named += of_arg
             try:
                 places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
             except ValueError as error:
                 raise ValueError(f"{site}: {error}") from None
-            _refuse_rows(arg, name, places[len(places) - len(found) :], site)
+            _refuse_rows(arg, name, places[len(places) - len(of_arg) :], site)
         pairs = list(zip(named, places, strict=True))
         table = [(name, x, axis) for (name, x), axis in pairs if axis is not None]
         if not table and axis_size is None:
@@ -183,8 +179,7 @@ class AxisMap:
             site,
             leaves,
             [name for name, _ in named],
-            args,
-            kwargs,
+            jax.tree.structure((args, kwargs)),
             in_axes,
             places,
             length,

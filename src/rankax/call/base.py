@@ -25,7 +25,7 @@ from rankax.core.base.messages import traced_as
 from rankax.core.base.trees import check_no_sparse, check_outputs
 from rankax.core.loop.spec import PLACE, index_without_fill, item_key
 from rankax.core.plan.schedule import NO_ARRAY, WHOLE_CHUNKS, Plan, Tiles
-from rankax.core.protocols import Form
+from rankax.core.protocols import ITEM, Form
 from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.core.trace.programs import (
     CollectiveError,
@@ -56,8 +56,8 @@ class Call(abc.ABC):
         The name of each leaf, in the caller's words.
     lengths : mapping of int to uint32
         How many items along each padded batch axis (`ext/bucket.py`) are not copies.
-    form : Form or None
-        How the kernel is called, if it does not take one item (`core/protocols.py`).
+    form : Form
+        How the kernel is called to evaluate one item (`core/protocols.py`).
     is_kept : bool
         Whether an eager call is one kept program, also without a loop.
     cut : tuple of int or None
@@ -74,12 +74,13 @@ class Call(abc.ABC):
     site: str
     leaves: list[Any]
     paths: Sequence[str]
-    lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
-    form: Form | None = dataclasses.field(default=None, kw_only=True)
-    is_kept: bool = dataclasses.field(default=False, kw_only=True)
-    cut: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
-    out_axes: Any = dataclasses.field(default=0, kw_only=True)
-    axis_name: Hashable | None = dataclasses.field(default=None, kw_only=True)
+    _: dataclasses.KW_ONLY
+    lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    form: Form = ITEM
+    is_kept: bool = False
+    cut: tuple[int, ...] | None = None
+    out_axes: Any = 0
+    axis_name: Hashable | None = None
 
     @abc.abstractmethod
     def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
@@ -88,11 +89,6 @@ class Call(abc.ABC):
     def plan_whole(self, options: Options) -> Plan:
         """Plan the call without chunks, whatever the options say."""
         return self.plan(options, None)
-
-    @property
-    def in_front(self) -> list[str]:
-        """The sentences that the form adds to an error of the kernel."""
-        return [] if self.form is None else [*self.form.in_front]
 
     @property
     @abc.abstractmethod
@@ -105,8 +101,7 @@ class Call(abc.ABC):
 
     def evaluate(self, leaves: Sequence[Any], plan: Plan) -> Any:
         """Evaluate the kernel with other leaves, such as the leaves of one item."""
-        form = self.form
-        out = self.call(leaves, plan) if form is None else form.evaluate(self, leaves, plan)
+        out = self.form.evaluate(self, leaves, plan)
         if plan.levels and not isinstance(out, jax.Array):
             check_no_sparse(self.fun, out)
         return out
@@ -192,10 +187,6 @@ class Call(abc.ABC):
         except CollectiveError:
             return True
         return False
-
-    def with_leaves(self, leaves: Sequence[Any]) -> Self:
-        """Return the call of the same kernel with other leaves."""
-        return dataclasses.replace(self, leaves=list(leaves))
 
     def trace(self, plan: Plan, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the kernel for one item; loops evaluate this program."""

@@ -55,6 +55,7 @@ from rankax.core.plan.schedule import (
     leaf_plan,
     plan_ranks,
 )
+from rankax.core.protocols import ITEM
 from rankax.ext.batched import Batched
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
 from rankax.ext.ragged.type import Ragged, refusal_of_ragged
@@ -108,14 +109,14 @@ class KernelSpec:
         return unnamed
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("programs", "unnamed")  # a copy compiles itself
-        return {k: v for k, v in vars(self).items() if k not in own}
+        dropped = ("programs", "unnamed")  # a copy compiles itself
+        return {k: v for k, v in vars(self).items() if k not in dropped}
 
     def options(self) -> Options:
         """Return the options of a call made now."""
         return resolve(self.explicit, self.preset)
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Bind arguments to parameters; a default with a rank counts as passed."""
         try:
             bound = self.declaration.signature.bind(*args, **kwargs)
@@ -131,14 +132,16 @@ class KernelSpec:
                 f"{self.name}.with_options({option}={kwargs[option]!r})(...)"
             ) from None
         if not self.defaults.keys() <= bound.arguments.keys():
-            bound = self.rebind({**self.defaults, **bound.arguments})
+            bound = self.in_order({**self.defaults, **bound.arguments})
         if self.silent:
             self._warn_of_arrays(bound)
         if self.by_name:
             self._check_met(bound)
         return bound
 
-    def rebind(self, arguments: dict[str, Any], *, written: bool = False) -> inspect.BoundArguments:
+    def in_order(
+        self, arguments: dict[str, Any], *, written: bool = False
+    ) -> inspect.BoundArguments:
         """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them.
 
         With ``written``, bind to the kernel as it was written, with its masks.
@@ -168,15 +171,16 @@ class KernelSpec:
         It may be left out where nothing can be meant by it: arrays that no rank is for came by
         position, or are all that came.
         """
-        given, ranks = bound.arguments, self.declaration.ranks
-        is_mapped = ranks[self.many].rest is not None or given.keys() & ranks.keys() - {self.many}
-        passed = {f"[{name!r}]" for name in given.get(self.many, ())}
+        arguments, ranks = bound.arguments, self.declaration.ranks
+        others = arguments.keys() & ranks.keys() - {self.many}
+        is_mapped = bool(others) or ranks[self.many].rest is not None
+        passed = {f"[{name!r}]" for name in arguments.get(self.many, ())}
         absent = [key.strip("[']") for key in self.by_name if key not in passed]
         if not absent:
             return
-        came = [] if self.loose in ranks else arrays_of(given.get(self.loose), self.loose)
+        came = [] if self.loose in ranks else arrays_of(arguments.get(self.loose), self.loose)
         if not (came or is_mapped or passed & self.by_name.keys()):
-            came = [pair for name, value in given.items() for pair in arrays_of(value, name)]
+            came = [pair for name, value in arguments.items() for pair in arrays_of(value, name)]
         if came:
             raise TypeError(
                 f"{self.name}(): the rank of {listed(absent)} meets no argument of that name; the "
@@ -325,7 +329,7 @@ class Shell(NamedTuple):
         """Bind a call with these values."""
         count = self.treedef.num_leaves
         shell, others = self._replace(others=None), self.others.unflatten(values[count:])
-        return rebind(kernel, shell, values[:count], others)
+        return bind_leaves(kernel, shell, values[:count], others)
 
 
 @dataclasses.dataclass(eq=False)
@@ -373,15 +377,13 @@ class KernelCall(Call):
 
         def wrong(leaves: Any, ranks: Any, clashes: Any, sizes: Any) -> Exception:
             untouched = self.untouched()
-            return call_error(self.fun, leaves, ranks, clashes, sizes, untouched, names)
+            error = call_error(self.fun, leaves, ranks, clashes, sizes, untouched, names)
+            for sentence in self._raw_keys() if isinstance(error, BatchShapeError) else ():
+                error.add_note(sentence)
+            return error
 
         plans, key = self.structure.plans, (shapes, batch_shape, options.reduce, over)
-        try:
-            plan = plans.get_or_make(key, make)
-        except BatchShapeError as error:
-            for sentence in self._raw_keys():
-                error.add_note(sentence)
-            raise
+        plan = plans.get_or_make(key, make)
         if chunk_size is not None:
             whole = plan
             plan = plans.get_or_make((key, chunk_size, tiles), lambda: whole.cut(chunk_size, tiles))
@@ -413,22 +415,22 @@ class KernelCall(Call):
         again = self.others if plan.levels else {}
         others = {name: _made_again(x) for name, x in again.items()}
         arguments = {**self.arguments.arguments, **dict(values), **others, **self._masks(plan)}
-        given = self.kernel.rebind(arguments, written=True)
+        bound = self.kernel.in_order(arguments, written=True)
         with noted_errors(self.fun, functools.partial(self._described, plan.leaves)):
-            return self.fun(*given.args, **given.kwargs)
+            return self.fun(*bound.args, **bound.kwargs)
 
     def _masks(self, plan: Plan) -> dict[str, Any]:
         """Return the arguments that callers do not pass: all rows are real, if none says more."""
         masks = self.masks or {}
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name, dim in self.kernel.declaration.masks.items():
             if dim not in masks and dim not in plan.sizes:
                 raise ValueError(
                     f"{self.site}: {name} is the mask of {dim!r}, but no argument of this call "
                     "has that dimension"
                 )
-            found[name] = masks[dim] if dim in masks else jnp.ones(plan.sizes[dim], bool)
-        return found
+            arrays[name] = masks[dim] if dim in masks else jnp.ones(plan.sizes[dim], bool)
+        return arrays
 
     def evaluate(self, leaves: Sequence[Any], plan: Plan) -> Any:
         pairs = zip(leaves, self.structure.ranks, strict=True)
@@ -437,7 +439,9 @@ class KernelCall(Call):
         out = super().evaluate(arrays, plan)
         check = check_outputs if plan.levels else check_returned
         check(self.fun, out)
-        return self._checked(out, plan)
+        if self.kernel.declaration.outputs is not None:
+            self._check_declared(out, plan)
+        return out
 
     def untouched(self) -> tuple[tuple[str, Shape], ...]:
         """Return path and shape of every array that has axes, but no rank."""
@@ -465,7 +469,7 @@ class KernelCall(Call):
             f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
             for name, _ in self.structure.lists
         ]
-        sentences += [*self._raw_keys(), *self.in_front]
+        sentences += [*self._raw_keys(), *self.form.in_front]
         return ("argument", "shape", "rank", "one item"), rows, sentences
 
     def _raw_keys(self) -> list[str]:
@@ -478,13 +482,10 @@ class KernelCall(Call):
             if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape[-1:] in ((2,), (4,))
         ]
 
-    def _checked(self, out: Any, plan: Plan) -> Any:
-        """Check one item's output against its declaration, if there is one."""
-        declared = self.kernel.declaration.outputs
-        if declared is None:
-            return out
+    def _check_declared(self, out: Any, plan: Plan) -> None:
+        """Check one item's output against its declaration."""
         try:
-            ranks = ranks_of_output(declared, out)
+            ranks = ranks_of_output(self.kernel.declaration.outputs, out)
         except ValueError as error:
             raise ValueError(f"{function_location(self.fun)}: {error}") from None
         named = zip(leaves_with_names(out, "output"), ranks, strict=True)
@@ -495,7 +496,6 @@ class KernelCall(Call):
         ]
         if error := output_error(self.fun, pairs, plan.sizes):
             raise error
-        return out
 
     def split(self) -> tuple[list[Any], Shell]:
         """Return the values of a call, for arguments with a rank first, and the rest of it."""
@@ -514,17 +514,13 @@ def bind(
     *,
     shapes_only: bool = False,
     takes_foreign: bool = False,
-    takes_nodes: bool = False,
 ) -> KernelCall:
     """Bind arguments and flatten those that have a rank.
 
     With ``takes_foreign``, a call with an array that another package evaluates is returned as soon
     as one is found, and marked; the wrapper checks its leaves. Otherwise such an array is refused.
-    So are nodes that a wrapper replaces , without ``takes_nodes``.
     """
-    call = flatten(kernel, args, kwargs)
-    if call.structure.nodes and not takes_nodes:
-        refuse_nodes(call)
+    call = bind_unchecked(kernel, args, kwargs)
     leaves, structure = call.leaves, call.structure
     for i, rank in enumerate(structure.ranks):
         if rank is None:
@@ -570,11 +566,11 @@ def _warn_of_pairs(call: KernelCall) -> None:
 def check_promotion(call: KernelCall) -> None:
     """Refuse, or warn of, batch axes of different numbers, if ``jax_numpy_rank_promotion`` does."""
     mode = jax.config.jax_numpy_rank_promotion  # pyright: ignore
-    if mode == "allow" or len({*(found := _numbers_of_axes(call)).values()}) < 2:
+    if mode == "allow" or len({*(counts := _numbers_of_axes(call)).values()}) < 2:
         return
-    least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+    least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     text = (
-        f"{call.site}: {most} has {found[most]} batch axes and {least} has {found[least]}, but "
+        f"{call.site}: {most} has {counts[most]} batch axes and {least} has {counts[least]}, but "
         f"jax_numpy_rank_promotion={mode!r} asks for axes of length 1 in front to be written; pass "
         f"jnp.expand_dims({least.partition(' (')[0]}, 0), or name the batch axes"
     )
@@ -606,20 +602,20 @@ def refuse_nodes(call: KernelCall) -> KernelCall:
     return call
 
 
-def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
+def bind_unchecked(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
     """Do what `bind` does, without converting the leaves or checking what they are."""
-    arguments = kernel.bind(args, kwargs)
+    arguments = kernel.arguments_of(args, kwargs)
     names = tuple([name for name in kernel.declaration.ranks if name in arguments.arguments])
     leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
     return _call_of(kernel, arguments, Shell(names, treedef), leaves)
 
 
-def rebind(
+def bind_leaves(
     kernel: KernelSpec, shell: Shell, leaves: list[Any], others: dict[str, Any]
 ) -> KernelCall:
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = zip(shell.names, shell.treedef.unflatten(leaves), strict=True)
-    return _call_of(kernel, kernel.rebind({**others, **dict(values)}), shell, leaves)
+    return _call_of(kernel, kernel.in_order({**others, **dict(values)}), shell, leaves)
 
 
 def _call_of(
@@ -643,7 +639,7 @@ def _call_of(
                 "for each.)"
             )
     site, paths = f"{kernel.name}()", structure.paths
-    form = Batched() if kernel.preset.batched else None
+    form = Batched() if kernel.preset.batched else ITEM
     return KernelCall(
         kernel.fun, kernel.name, site, leaves, paths, kernel, arguments, shell, structure, form=form
     )

@@ -115,7 +115,7 @@ class Observer(Protocol):
 
 
 class Form:
-    """How a kernel that does not take one item is called to evaluate one; hashable."""
+    """How a kernel is called to evaluate one item; by default, with that item. Hashable."""
 
     in_front: Sequence[str] = ()  # sentences that are added to an error of the kernel
     takes_chunks = False  # whether a chunk becomes one call, so that it is not cut into tiles
@@ -123,6 +123,9 @@ class Form:
     def evaluate(self, call: Any, leaves: Sequence[Any], plan: Any) -> Any:
         """Return the output of the kernel of a call for the leaves of one item."""
         return call.call(leaves, plan)
+
+
+ITEM = Form()
 
 
 class Rules:

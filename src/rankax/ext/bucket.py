@@ -103,12 +103,6 @@ def _filling_of(call: KernelCall, options: Options) -> Filling | None:
     return Filling(shapes, lengths, tuple(shape), plan.batch_shape, plan.reduced)
 
 
-def fill_up(call: KernelCall, options: Options) -> KernelCall:
-    """Return a call with its batch padded, as shapes; the call itself if there is no bucket."""
-    filling = filling_of(call, options)
-    return filled(call, filling, only_shapes=True) if filling else call
-
-
 def filled(call: KernelCall, filling: Filling, *, only_shapes: bool = False) -> KernelCall:
     """Return a call with its arrays padded by copies of their last items."""
     leaves, arrays = list(call.leaves), list[int]()

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from rankax._options import NAMES, Options
-from rankax.call.kernels import KernelCall, KernelSpec, bind, rebind
+from rankax._options import Options
+from rankax.call.kernels import KernelCall, KernelSpec, bind, bind_leaves
 from rankax.core.base.arrays import has_tangent, is_cpu, sharding_of, target_of
 from rankax.core.base.messages import check_bool, checked_int, positive_int
 from rankax.core.base.trees import check_outputs, leaves_with_names
@@ -38,6 +38,11 @@ from rankax.ext.reductions.read import read_reductions
 from rankax.ext.reductions.winners import TopK
 
 Index = tuple[int, ...]
+
+_OF_ITEMS: dict[str, Any] = {
+    **dict.fromkeys(("reduce", "reduce_axis", "over", "where")),
+    "fused": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +123,7 @@ class _SingleItems:
 
     def __init__(self, call: KernelCall) -> None:
         self.shell = dense_shell(call)
-        self.ragged = RaggedCall.of(call, None) if call.structure.nodes else None
+        self.ragged = RaggedCall.of(call) if call.structure.nodes else None
         self.call = call = self.ragged.call if self.ragged else call
         self.dim_of = self.ragged.dim_of if self.ragged else {}
         self.plan = self.ragged.dense if self.ragged else call.plan_whole(call.kernel.options())
@@ -136,27 +141,27 @@ class _SingleItems:
 
     def take(self, arrays: Mapping[int, Any], index: Index, lengths: Shape) -> dict[int, Any]:
         """Return the arrays of one item."""
-        plan, own = self.plan, dict(arrays)
+        plan, item = self.plan, dict(arrays)
         for i, axes, core in zip(plan.mapped, plan.batch_axes, plan.cores, strict=True):
             if self.ragged and i in self.dim_of:
                 dim = self.dim_of[i]
                 start = jnp.asarray(self.ragged.starts)[self._number(index), dim]
-                own[i] = jax.lax.dynamic_slice_in_dim(arrays[i], start, lengths[dim])
+                item[i] = jax.lax.dynamic_slice_in_dim(arrays[i], start, lengths[dim])
                 continue
             at = dict(zip(axes, index, strict=True))
             window = [at.get(axis, slice(None)) for axis in range(arrays[i].ndim)]
-            own[i] = jnp.reshape(arrays[i][tuple(window)], core)
+            item[i] = jnp.reshape(arrays[i][tuple(window)], core)
         for split in plan.splits:
             number = sum(map(operator.mul, split.strides, index))
-            own[split.position] = item_key(own[split.position], number)
-        return own
+            item[split.position] = item_key(item[split.position], number)
+        return item
 
-    def evaluate(self, own: Mapping[int, Any], lengths: Sequence[Any] | None = None) -> list[Any]:
+    def evaluate(self, item: Mapping[int, Any], lengths: Sequence[Any] | None = None) -> list[Any]:
         """Evaluate one item; if its rows were filled up, ``lengths`` says how many are real."""
-        leaves = [own.get(i, x) for i, x in enumerate(self.call.leaves)]
-        call = rebind(self.call.kernel.unnamed, self.shell, leaves, self.call.others)
+        leaves = [item.get(i, x) for i, x in enumerate(self.call.leaves)]
+        call = bind_leaves(self.call.kernel.unnamed, self.shell, leaves, self.call.others)
         if self.ragged and lengths is not None:
-            names, most = self.ragged.dims, {d: len(own[i]) for i, d in self.dim_of.items()}
+            names, most = self.ragged.dims, {d: len(item[i]) for i, d in self.dim_of.items()}
             call.masks = {names[d]: jnp.arange(n) < lengths[d] for d, n in most.items()}
         return list(map(jnp.asarray, jax.tree.leaves(call.evaluate(leaves, call.plan(Options())))))
 
@@ -173,31 +178,31 @@ class _SingleItems:
 
     def shown(self, index: Index) -> dict[str, Any]:
         """Return what an item is evaluated from, by path."""
-        own, paths = self.taken(self.arrays, index, self.lengths(index)), self.call.structure.paths
-        return {path: own.get(i, self.call.leaves[i]) for i, path in enumerate(paths)}
+        item, paths = self.taken(self.arrays, index, self.lengths(index)), self.call.structure.paths
+        return {path: item.get(i, self.call.leaves[i]) for i, path in enumerate(paths)}
 
     def leaks(self, chosen: Sequence[Index]) -> tuple[bool, tuple[str, ...]]:
         """Say whether items change if copies fill them up, and which arguments matter if NaN do."""
         most = np.max([self.lengths(index) for index in chosen], 0, initial=1) + 3
-        evaluate, found = jax.jit(self.evaluate), set[int]()
+        evaluate, changed = jax.jit(self.evaluate), set[int]()
         for index in chosen if self.ragged else ():
             lengths = self.lengths(index)
-            own = self.taken(self.arrays, index, lengths)
-            wanted = alone = evaluate(own)
-            for place in (-1, *(i for i in self.dim_of if has_tangent(own[i]))):
+            item = self.taken(self.arrays, index, lengths)
+            wanted = alone = evaluate(item)
+            for place in (-1, *(i for i in self.dim_of if has_tangent(item[i]))):
                 rows = {
-                    i: _filled(own[i], most[dim], with_nan=i == place)
+                    i: _filled(item[i], most[dim], with_nan=i == place)
                     for i, dim in self.dim_of.items()
                 }
-                outs = zip(evaluate({**own, **rows}, lengths), alone, strict=True)
-                real = [x[tuple(map(slice, own.shape))] for x, own in outs]
-                found |= set() if _agree(wanted, real) else {place}
+                outs = zip(evaluate({**item, **rows}, lengths), alone, strict=True)
+                real = [x[tuple(map(slice, one.shape))] for x, one in outs]
+                changed |= set() if _agree(wanted, real) else {place}
                 wanted = real if place < 0 else wanted  # NaN are compared with copies
         paths = self.call.structure.paths
         lines = [
-            f"the items depend on the rows that fill {paths[i]} up" for i in sorted(found - {-1})
+            f"the items depend on the rows that fill {paths[i]} up" for i in sorted(changed - {-1})
         ]
-        return -1 in found, tuple(lines)
+        return -1 in changed, tuple(lines)
 
 
 def _filled(x: Any, most: int, *, with_nan: bool) -> Any:
@@ -221,9 +226,8 @@ def check(
     checked_int(seed, f"{site}: seed must be an int, got")
     check_bool(gradient, site, "gradient")
     # Compare items: the reduction of a sample says nothing about the reduction of all.
-    of_reduction = dict.fromkeys(("reduce", "reduce_axis", "over", "where"))
-    kernel = kernel.with_options(**of_reduction, fused=False)
-    call = bind(kernel.spec, args, kwargs, takes_nodes=True)
+    kernel = kernel.with_options(**_OF_ITEMS)
+    call = bind(kernel.spec, args, kwargs)
     meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in call.leaves]
     if any(AxisType.Explicit in getattr(mesh, "axis_types", ()) for mesh in meshes):
         raise TypeError(
@@ -293,10 +297,10 @@ def _pairs(
     compiled = jax.jit(item, static_argnums=4)
     outs = whole(floats)
     got = them.gathered(outs, chosen)
-    weights = [[random.normal(size=np.shape(x)) for x in own] for own in got]
+    weights = [[random.normal(size=np.shape(x)) for x in outs] for outs in got]
     want, grads = list[Sequence[Any]](), list[dict[int, Any]]()
-    for index, own in zip(chosen, weights, strict=True):
-        arguments = floats, others, index, own, them.lengths(index)
+    for index, weight in zip(chosen, weights, strict=True):
+        arguments = floats, others, index, weight, them.lengths(index)
         try:
             grad, out = compiled(*arguments)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
@@ -305,17 +309,17 @@ def _pairs(
         grads.append(grad)
     named = leaves_with_names(outs, "output", stops=lambda node: isinstance(node, Ragged))
     pairs = [
-        (path, [own[n] for own in want], [own[n] for own in got])
+        (path, [outs[n] for outs in want], [outs[n] for outs in got])
         for n, (path, _) in enumerate(named)
     ]
     if gradient:
-        own = jax.grad(lambda floats: _weighed(them.gathered(whole(floats), chosen), weights))(
+        of_call = jax.grad(lambda floats: _weighed(them.gathered(whole(floats), chosen), weights))(
             floats
         )
         alone = functools.reduce(functools.partial(jax.tree.map, jnp.add), grads)
         for i, path in enumerate(call.structure.paths):
             if i in floats:
-                x, y = np.asarray(alone[i]), np.asarray(own[i])
+                x, y = np.asarray(alone[i]), np.asarray(of_call[i])
                 pairs.append((f"gradient of {path}", [x], [_without_lost(x, y, kernel, call)]))
     return pairs
 
@@ -387,12 +391,10 @@ def _difference(want: np.ndarray[Any, Any], got: np.ndarray[Any, Any]) -> tuple[
     return float(np.max(apart, initial=0)), worst
 
 
-def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
+def _agree(wanted: Sequence[Any], got: Sequence[Any]) -> bool:
     """Whether outputs are equal up to rounding."""
-    pairs = [
-        (np.ravel(_numbers(x)), _numbers(y).ravel()) for x, y in zip(wanted, found, strict=True)
-    ]
-    return all(_difference(x, y)[0] <= _eps(x.dtype, found) ** 0.5 for x, y in pairs)
+    pairs = [(np.ravel(_numbers(x)), _numbers(y).ravel()) for x, y in zip(wanted, got, strict=True)]
+    return all(_difference(x, y)[0] <= _eps(x.dtype, got) ** 0.5 for x, y in pairs)
 
 
 def _numbers(value: Any) -> np.ndarray[Any, Any]:
@@ -417,21 +419,17 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     positive_int(most, site, "most")
     check_bool(gradient, site, "gradient")
     options = spec.options()
-    given = {name: getattr(options, name) for name in NAMES}
-    others: dict[str, Any] = {"reduce_axis": None, "over": None, "where": None, "fused": False}
-    others |= {"batched": False, "jit": False, "compiler_options": None, "reduce": None}
-    call = bind(spec, args, kwargs, takes_nodes=True)
-    call.kernel = KernelSpec(spec.fun, spec.declaration, {**given, **others}, spec.members)
-    them = _SingleItems(call)
+    them = _SingleItems(bind(kernel.with_options(**_OF_ITEMS).spec, args, kwargs))
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
-        others["reduce"] = read_reductions(Several("sum", TopK(min(most, total))), site)
+        reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
         dims = them.ragged.dims if them.ragged else ()
         odd = _is_odd(spec, dims, options.where, gradient)
-        odd = KernelSpec(*odd, {**given, **others}, spec.members)
+        others = {"batched": False, "jit": False, "compiler_options": None, "reduce": reduce}
+        odd = KernelSpec(*odd, {**options.values(), **_OF_ITEMS, **others}, spec.members)
         odd.warns_of_pairs = False
-        found, first = kernel.run(bind(odd, args, kwargs, takes_nodes=True))
-        count = int(found)
+        number, first = kernel.run(bind(odd, args, kwargs))
+        count = int(number)
         flat = np.asarray(first.indices)[:count]
     indices = np.stack(np.unravel_index(flat, them.shape or (1,)), -1)[:, : len(them.shape)]
     arguments = tuple(them.shown(tuple(index)) for index in indices.tolist())
@@ -449,9 +447,10 @@ def _is_odd(
     signature = spec.declaration.signature
     names = {f"rankax_{dim}": dim for dim in dims}
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    given = [*signature.parameters.values()]
-    end = len(given) - any(p.kind is p.VAR_KEYWORD for p in given)
-    written = signature.replace(parameters=[*given[:end], *parameters, *given[end:]])
+    first = [*signature.parameters.values()]
+    last = first[-1:] if any(p.kind is p.VAR_KEYWORD for p in first) else []
+    first = first[: len(first) - len(last)]
+    written = signature.replace(parameters=[*first, *parameters, *last])
 
     @functools.wraps(spec.fun)
     def is_odd(*args: Any, **kwargs: Any) -> jax.Array:

@@ -233,7 +233,7 @@ class _Jacobian:
             return fill(0, dtype, (_size(self.x),) * 2)
         if not self.columns:
             return self.over_basis(lambda i: (self.image(i), weights[i]), reduce=WeightedGram())
-        wide = [x.update(dtype=_wider(x.dtype, dtype)) for x in self.x]
+        wide = [x.update(dtype=max(x.dtype, dtype, key=_bits)) for x in self.x]
         linear = jax.make_jaxpr(self.linear)(*self.x)
         transposed = jax.linear_transpose(
             lambda *x: self.y_tree.unflatten(evaluate_wide(linear.jaxpr, linear.consts, x)), *wide
@@ -253,8 +253,8 @@ def _type(value: Any) -> jax.ShapeDtypeStruct:
     return with_shape(aval, aval.shape)
 
 
-def _wider(first: Any, second: Any) -> Any:
-    return max(first, second, key=lambda dtype: jnp.finfo(dtype).bits)
+def _bits(dtype: Any) -> int:
+    return jnp.finfo(dtype).bits
 
 
 def _flat(tree: Any) -> jax.Array:

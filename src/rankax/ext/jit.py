@@ -9,7 +9,7 @@ value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,6 @@ from rankax.ext.bucket import (
     with_places,
 )
 from rankax.ext.progress import wait_for_reports
-from rankax.ext.ragged.results import call_ragged
 from rankax.pipeline import evaluate, place_of
 
 _MOST_KEPT = 4096  # programs, as many as `jax.jit` keeps
@@ -81,42 +80,44 @@ def evaluate_compiled(call: KernelCall) -> Any:
         raise
 
 
-class CompiledParts:
-    """Evaluates parts of a call by their compiled programs."""
-
-    def __call__(self, part: KernelCall) -> Any:
-        """Evaluate a part."""
-        frame, arrays, _ = _split(part)
-        return _compiled(part.kernel, frame, arrays)
-
-    def kept(self, part: KernelCall, make: Callable[[], Any], *key: Hashable) -> Any:
-        """Return what ``make`` returns, which is kept as the program of a part is.
-
-        It follows from the kernel, the types of the arrays, which may be shapes, and the ``key``.
-        """
-        frame, arrays, _ = _split(part, shapes_only=True)
-        types = [
-            (getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", None))
-            for x in arrays
-        ]
-        return part.structure.plans.get_or_make((frame, *types, *key), make)
+def evaluate_part(part: KernelCall) -> Any:
+    """Evaluate a part of a call by its compiled program."""
+    frame, arrays, _ = _split(part)
+    return _compiled(part.kernel, frame, arrays)
 
 
-def compiled_parts(kernel: KernelSpec) -> CompiledParts | None:
-    """Return what evaluates parts of a call, if it has compiled programs."""
-    return CompiledParts() if kernel.preset.jit and not is_staged() else None
+def kept_with_programs(call: KernelCall, make: Callable[[], Any], *key: Hashable) -> Any:
+    """Return what ``make`` returns, which is kept as the program of a call is.
+
+    It follows from the kernel, the types of the arrays, which may be shapes, and the ``key``.
+    """
+    frame, arrays, _ = _split(call, shapes_only=True)
+    types = [
+        (getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", None))
+        for x in arrays
+    ]
+    return call.structure.plans.get_or_make((frame, *types, *key), make)
 
 
 # `kernel` is positional-only because a kernel may be called with an argument of that name.
 
 
-def lowered(kernel: KernelSpec, /, *args: Any, **kwargs: Any) -> Any:
+def lowered(
+    kernel: KernelSpec, call_ragged: Callable[[KernelCall], Any], /, *args: Any, **kwargs: Any
+) -> Any:
     """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-    call = bind(kernel, args, kwargs, shapes_only=True, takes_nodes=True)
+    call = bind(kernel, args, kwargs, shapes_only=True)
     check_promotion(call)
-    is_alone = not call.structure.nodes  # otherwise it is one program of these lengths
-    frame, arrays, _ = _split(call, shapes_only=True, is_alone=is_alone)
-    return _jitted(kernel, frame, arrays).lower(*arrays)
+    is_ragged = bool(call.structure.nodes)
+    frame, arrays, _ = _split(call, shapes_only=True, is_alone=not is_ragged)
+    if not is_ragged:
+        return _jitted(kernel, frame, arrays).lower(*arrays)
+
+    def fun(*arrays: Any) -> Any:  # one program of these lengths
+        return call_ragged(_call_of(kernel, frame, iter(arrays)))
+
+    fun.__name__ = kernel.name
+    return frame.options.compiled(fun, arrays).lower(*arrays)
 
 
 def _compiled(kernel: KernelSpec, frame: _Frame, arrays: Sequence[Any]) -> Any:
@@ -207,14 +208,17 @@ def _as_input(value: Any, call: KernelCall, place: int, *, shapes_only: bool) ->
     return _Fixed(value, (kind, value))
 
 
-def _run(kernel: KernelSpec, frame: _Frame, arrays: Sequence[Any]) -> Any:
-    traced = iter(arrays)
+def _call_of(kernel: KernelSpec, frame: _Frame, traced: Iterator[Any]) -> KernelCall:
+    """Return the call of a frame, with the first of these arrays."""
     values = [next(traced) if fixed is None else fixed.value for fixed in frame.static]
     for i in frame.weak:
         values[i] = weakened(values[i])
-    call = frame.shell.call(kernel, values)
-    if call.structure.nodes:
-        return call_ragged(call)
+    return frame.shell.call(kernel, values)
+
+
+def _run(kernel: KernelSpec, frame: _Frame, arrays: Sequence[Any]) -> Any:
+    traced = iter(arrays)
+    call = _call_of(kernel, frame, traced)
     lengths = dict(zip(frame.filled, traced, strict=True))
     call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
     out = evaluate(call, frame.options, frame.place)

@@ -117,13 +117,13 @@ class RunStates:
         def begin(accumulator: Accumulator) -> Any:
             return accumulator.begin(1) if accumulator.drifts else accumulator.start(1)
 
-        return [list(map(begin, own)) if own else state for own, state in pairs]
+        return [list(map(begin, every)) if every else state for every, state in pairs]
 
     def add(self, held: Sequence[Any], states: Sequence[Any]) -> list[Any]:
         """Add the states of a run; kept outputs are those of the run."""
 
-        def add(accumulator: Accumulator, *own: Any) -> Any:
-            return accumulator.add(*own) if accumulator.drifts else accumulator.merge(*own)
+        def add(accumulator: Accumulator, *pair: Any) -> Any:
+            return accumulator.add(*pair) if accumulator.drifts else accumulator.merge(*pair)
 
         every = self.reductions.each(self.outputs, held, states)
         added: list[Any] = []
@@ -140,20 +140,20 @@ class RunStates:
     def total(self, held: Sequence[Any]) -> list[Any]:
         """Return the states that are held."""
 
-        def total(accumulator: Accumulator, own: Any) -> Any:
-            return accumulator.total(own) if accumulator.drifts else own
+        def total(accumulator: Accumulator, held: Any) -> Any:
+            return accumulator.total(held) if accumulator.drifts else held
 
         pairs = zip(self._drifting, held, strict=True)
-        return [list(map(total, own, state)) if own else state for own, state in pairs]
+        return [list(map(total, every, state)) if every else state for every, state in pairs]
 
     @functools.cached_property
     def _drifting(self) -> list[list[Accumulator]]:
         """The accumulators of each reduction, if one of them drifts."""
-        found: list[list[Accumulator]] = []
+        drifting: list[list[Accumulator]] = []
         for entry, outputs in self.reductions.each(self.outputs):
-            own = [] if entry.is_kept else entry.accumulators(outputs)
-            found.append(own if any(each.drifts for each in own) else [])
-        return found
+            accumulators = [] if entry.is_kept else entry.accumulators(outputs)
+            drifting.append(accumulators if any(each.drifts for each in accumulators) else [])
+        return drifting
 
     def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
         """Return the results from the state of all items, with ``batch`` axes of rows in front."""

@@ -133,7 +133,7 @@ def tune(
     limit = limit_in_bytes(explicit or options.memory_limit or "100%", free_bytes)
     bound = options.most if explicit is None else None
     kernel = kernel.with_options(memory_limit=None)  # no plan of a candidate measures
-    call = bind(kernel.spec, args, kwargs, takes_nodes=True)
+    call = bind(kernel.spec, args, kwargs)
     _check_values(call, gradient, site)
 
     def plan(**changes: Any) -> Any:
@@ -215,19 +215,21 @@ def _kinds(
             yield (256, 64), {"lockstep": False}
 
 
-def _trials(given: Any, bound: int | None, items: int, kinds: Iterable[Any]) -> list[Candidate]:
+def _trials(
+    chunk_size: Any, bound: int | None, items: int, kinds: Iterable[Any]
+) -> list[Candidate]:
     """Return what to compare: the kernel as it is, plain `jax.vmap`, then each kind in turn."""
     by_kind = [
         [(n, changes) for n in sizes if n == bound or (n and n < min(items, bound or items))]
         for sizes, changes in kinds
     ]
     in_turn = filter(None, itertools.chain(*itertools.zip_longest(*by_kind)))
-    found: list[Candidate] = []
-    for size, changes in [(given, {}), (bound, {}), *in_turn]:
+    trials: list[Candidate] = []
+    for size, changes in [(chunk_size, {}), (bound, {}), *in_turn]:
         most = min(size, items) if isinstance(size, int) else items
         trial = Candidate({"chunk_size": size, **changes}, most)
-        found += [] if trial in found else [trial]
-    return found
+        trials += [] if trial in trials else [trial]
+    return trials
 
 
 def _compiled(kernel: Any, call: KernelCall, gradient: bool) -> tuple[Any, tuple[Any, ...]]:
@@ -240,8 +242,8 @@ def _compiled(kernel: Any, call: KernelCall, gradient: bool) -> tuple[Any, tuple
 
     def outputs(floats: Any, arrays: Any) -> Any:
         given = {**arrays, **floats}
-        own = shell.call(bare.spec, [given.get(i, x) for i, x in enumerate(values)])
-        return bare.run(dataclasses.replace(own, cut=call.cut))
+        again = shell.call(bare.spec, [given.get(i, x) for i, x in enumerate(values)])
+        return bare.run(dataclasses.replace(again, cut=call.cut))
 
     # The scale of the cotangents is an argument, because XLA would fold a constant.
     def value(floats: Any, arrays: Any, scale: Any) -> Any:
@@ -277,7 +279,7 @@ def _measure(
         # A smaller step takes no longer than a larger one.
         tiles = {j: trials[j].tile for j in times}
         longest = [times[j][0] * max(1, n / trial.tile) for j, n in tiles.items() if n < items]
-        least = min((own[0] for own in times.values()), default=0) + _STEP / trial.tile
+        least = min((laps[0] for laps in times.values()), default=0) + _STEP / trial.tile
         before = time.perf_counter()
         end = before + compiling + 2 * items * min(longest, default=least)
         if times and i >= first and end > begin + _TRYING * seconds:
@@ -289,13 +291,13 @@ def _measure(
                 times[i] = [timed(i)]
         except jax.errors.JaxRuntimeError as error:
             trial.note = f"failed: {textwrap.shorten(str(error), 80)}"
-    fastest = min((own[0] for own in times.values()), default=0)
-    alive = [i for i, own in times.items() if i < first or own[0] < _SLOW * fastest]
+    fastest = min((laps[0] for laps in times.values()), default=0)
+    alive = [i for i, laps in times.items() if i < first or laps[0] < _SLOW * fastest]
     turn, shuffled = items * sum(times[i][0] for i in alive), random.Random(0)
     for _ in range(_TURNS):
         if time.perf_counter() + turn < begin + seconds:
             # In one order, each would find the cache and the memory as the same one left them.
             for i in shuffled.sample(alive, len(alive)):
                 times[i].append(timed(i))
-    for i, own in times.items():
-        trials[i].seconds = statistics.median(own[1:] or own)  # a first run may take longer
+    for i, laps in times.items():
+        trials[i].seconds = statistics.median(laps[1:] or laps)  # a first run may take longer

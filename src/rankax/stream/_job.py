@@ -14,7 +14,7 @@ import numpy as np
 
 import rankax
 from rankax._front.kernel import Kernel
-from rankax.call.kernels import check_promotion, flatten
+from rankax.call.kernels import bind_unchecked, check_promotion
 from rankax.core.base.messages import listed, plural
 from rankax.ext.blocks.backend import small_blocks
 from rankax.ext.blocks.call import call_on_blocks
@@ -57,7 +57,7 @@ class Job:
 
 
 def prepared(
-    mapped: Any, args: Any, kwargs: Any, memory_limit: Any, site: str, found: Any, name: str = ""
+    mapped: Any, args: Any, kwargs: Any, memory_limit: Any, site: str, earlier: Any, name: str = ""
 ) -> Job:
     """Check a call; ``found`` is the record of a store that it is to go on with, or empty.
 
@@ -68,13 +68,13 @@ def prepared(
     mapped, args = mapped.unbound(tuple(args))
     if (given := checked_limit(memory_limit, site)) is None:
         raise TypeError(f"{site}: memory_limit must not be None; it sets the size of blocks")
-    limit = found.get("limit") or limit_in_bytes(given, free_bytes)
-    call = flatten(mapped.spec, args, dict(kwargs))
+    limit = earlier.get("limit") or limit_in_bytes(given, free_bytes)
+    call = bind_unchecked(mapped.spec, args, dict(kwargs))
     ranked, paths = call.ranked, call.paths
     for i in ranked:
         call.leaves[i] = streamed(call.leaves[i], paths[i], site)
     check_promotion(call)
-    ragged = RaggedCall.of(call, None) if call.structure.nodes else None
+    ragged = RaggedCall.of(call) if call.structure.nodes else None
     if ragged is not None:
         mapped, call = Kernel(ragged.call.kernel), filled_up(ragged, site)
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in call.leaves):
@@ -107,9 +107,9 @@ def prepared(
     for i in ranked:  # an argument may be called "program"
         key = f"argument {paths[i]}" if paths[i] in record else paths[i]
         record[key] = _about(call.leaves[i])
-    keys = [key for key in sorted(found | record) if found.get(key) != record.get(key)]
-    if found and keys:
-        different = [f"{key} was {found.get(key)} and is {record.get(key)}" for key in keys]
+    keys = [key for key in sorted(earlier | record) if earlier.get(key) != record.get(key)]
+    if earlier and keys:
+        different = [f"{key} was {earlier.get(key)} and is {record.get(key)}" for key in keys]
         raise ValueError(
             f"{site}: out was written by another call: {'; '.join(different)}; repeat that call, "
             "or give another out"

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rankax.call.kernels import KernelCall, rebind
+from rankax.call.kernels import KernelCall, bind_leaves
 from rankax.ext.blocks.programs import kept, outputs
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.call import RaggedCall, dense_shell
@@ -36,7 +36,7 @@ def filled_up(ragged: RaggedCall, site: str) -> KernelCall:
             )
         shape = len(lengths), int(lengths.max(initial=1)), *rows.shape[1:]
         leaves[i] = Streamed(shape, rows.dtype, rows, path=rows.path, bounds=_bounds(lengths))
-    return rebind(call.kernel, dense_shell(call), leaves, call.others)
+    return bind_leaves(call.kernel, dense_shell(call), leaves, call.others)
 
 
 def _bounds(lengths: Any) -> Any:
@@ -61,16 +61,16 @@ def with_rows(ragged: RaggedCall, tree: Any) -> Any:
     arrays, treedef = jax.tree.flatten(tree)
     dims = [dim for _, dim in ragged.dims_of(tree)]
     for dim in {*dims} if any(dim is not None for dim in dims) else ():
-        own = [i for i, x in enumerate(dims) if x == dim]
-        whole: Stage = arrays[own[0]].stage
-        step = functools.partial(outputs, only=tuple(own))
+        members = [i for i, x in enumerate(dims) if x == dim]
+        whole: Stage = arrays[members[0]].stage
+        step = functools.partial(outputs, only=tuple(members))
         program = kept(dataclasses.replace(whole.program, step=step))
         stage = Stage(program, whole.numbers, whole.inputs, whole.shape)
         if dim is not None:
-            check_one_axis(ragged, arrays[own[0]].path, dim)
+            check_one_axis(ragged, arrays[members[0]].path, dim)
             stage.bounds = _bounds(ragged.lengths[:, dim])
             stage.shape = (int(stage.bounds[-1]),)
-        for i in own:
+        for i in members:
             core = arrays[i].shape[len(whole.shape) + (dim is not None) :]
             arrays[i] = Streamed((*stage.shape, *core), arrays[i].dtype, stage=stage)
             stage.outputs.append(arrays[i])

@@ -159,11 +159,11 @@ def run(
     path = Path(store + ending)
     if recorded(Path(out)):  # a store itself, wherever it is
         path, name = Path(out), ""
-    found = recorded(path)
-    if not (resume if found else is_free(path)):
-        why = "resume=False" if found else "it is not a store of rankax.stream"
+    record = recorded(path)
+    if not (resume if record else is_free(path)):
+        why = "resume=False" if record else "it is not a store of rankax.stream"
         raise FileExistsError(f"{site}: {path} exists, and {why}; give another out")
-    job = prepared(kernel, args, kwargs, memory_limit, site, found, name.strip("/"))
+    job = prepared(kernel, args, kwargs, memory_limit, site, record, name.strip("/"))
     try:
         with opened(path, job.record, job.stages), progress_of_call(shows, job.name) as shown:
             _run(job, shown, site if on_nan == "raise" else None)
@@ -223,11 +223,11 @@ def _batches(
 
     try:
         for block, outs in pairs:
-            own = sum(out.nbytes for out in outs)
-            if size + own > _MOST_HELD:
+            nbytes = sum(out.nbytes for out in outs)
+            if size + nbytes > _MOST_HELD:
                 yield from full()
             held.append((block, outs))
-            size += own
+            size += nbytes
             if size > _MOST_HELD or time.monotonic() - begin > _SECONDS:
                 yield from full()
     except (Exception, KeyboardInterrupt):  # of a block; those before it are whole
@@ -268,8 +268,8 @@ def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: An
             indices = np.unique(stage.items(indices + begins, 0)[0])[:, None]
             begins, count = [0], len(indices)
     else:
-        found = stage.program.nonfinite(*stage.numbers, *inputs)
-        what, indices, count = "what is reduced is not finite", found.indices, found.count
+        report = stage.program.nonfinite(*stage.numbers, *inputs)
+        what, indices, count = "what is reduced is not finite", report.indices, report.count
     named = [str(tuple(index)) for index in (indices[:10] + begins).tolist()]
     # Finite items may become NaN, such as the product of a number that overflows and 0.
     region = f"[{', '.join(f'{part.start}:{part.stop}' for part in block.region)}]"

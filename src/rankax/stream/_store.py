@@ -56,11 +56,11 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Stage]) -> Gener
     """Lock a store, and open its arrays; create it if it has no record."""
     (path / STATES).mkdir(parents=True, exist_ok=True)
     with FileLock(path / STATES / _LOCK, blocking=False):
-        found = recorded(path)
-        if found not in ({}, record):  # it was made since this run began
+        before = recorded(path)
+        if before not in ({}, record):  # it was made since this run began
             raise Timeout(str(path))
         try:
-            if not found:
+            if not before:
                 _create(path, record, stages)
             for partial in path.rglob("*.partial"):  # what a killed process was writing
                 partial.unlink()

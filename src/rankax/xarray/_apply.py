@@ -15,8 +15,9 @@ import numpy as np
 
 from rankax._front.kernel import Kernel
 from rankax._options import Options
-from rankax.call.kernels import bind, flatten, rebind
-from rankax.ext.jit import compiled_parts
+from rankax.call.kernels import bind, bind_leaves, bind_unchecked, refuse_nodes
+from rankax.core.base.arrays import is_staged
+from rankax.ext.jit import kept_with_programs
 from rankax.pipeline import evaluate
 from rankax.xarray import _named
 
@@ -121,11 +122,12 @@ def apply(
         )
     if to not in (None, "dataset"):
         raise ValueError(f"{site}: to must be 'dataset' or None, got {to!r}")
-    call = flatten(declared, args, kwargs)
+    call = refuse_nodes(bind_unchecked(declared, args, kwargs))
     named = _named.named_leaves(call, core_dims, _named.checked_dtype(dtype, site), site)
-    batch = _named.batch_dims(named.values(), site)
+    named_leaves = list(named.values())
+    batch = _named.batch_dims(named_leaves, site)
     reduced = _named.reduced_dims(declared, reduce_dims, batch, site)
-    dims = [leaf.dims(reduced, site) for leaf in named.values()]
+    dims = [leaf.dims(reduced, site) for leaf in named_leaves]
     if declared.declaration.axes:  # xarray has compared them
         kernel = Kernel(declared.unnamed)
         declared = kernel.spec
@@ -136,10 +138,10 @@ def apply(
 
     def arguments(arrays: Iterable[Any]) -> inspect.BoundArguments:
         values = {**dict(enumerate(call.leaves)), **dict(zip(named, arrays, strict=True))}
-        return rebind(declared, call.shell, [*values.values()], call.others).arguments
+        return bind_leaves(declared, call.shell, [*values.values()], call.others).arguments
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
-        pairs = zip(named.values(), data, strict=True)
+        pairs = zip(named_leaves, data, strict=True)
         given = arguments(leaf.aligned(x, reduced) for leaf, x in pairs)
         bound = bind(kernel.spec, given.args, given.kwargs, takes_foreign=True)
         outs = jax.tree.leaves(kernel.run(bound))
@@ -153,26 +155,26 @@ def apply(
         return evaluate(call, Options(reduce=reduce, reduce_axis=axes))
 
     # Without the batch dimensions that remain.
-    shapes = [leaf.shape(reduced) for leaf in named.values()]
-    given, parts = arguments(shapes), compiled_parts(declared)
+    shapes = [leaf.shape(reduced) for leaf in named_leaves]
     find = functools.partial(jax.eval_shape, on_shapes, *shapes)
-    if parts is None:
-        out = find()
-    else:
+    if declared.preset.jit and not is_staged():
+        given = arguments(shapes)
         of_shapes = bind(declared, given.args, given.kwargs, shapes_only=True)
-        out = parts.kept(of_shapes, find, "xarray", axes)
+        out = kept_with_programs(of_shapes, find, "xarray", axes)
+    else:
+        out = find()
     treedef = jax.tree.structure(out)
     if not treedef.num_leaves:
         raise TypeError(f"{site}: the kernel returns no array")
     out_dims = _named.dims_of_outputs(
-        declared, named.values(), out, output_dims, batch, reduced, site
+        declared, named_leaves, out, output_dims, batch, reduced, site
     )
     results = _named.xr.apply_ufunc(
         on_data,
-        *(leaf.value for leaf in named.values()),
+        *(leaf.value for leaf in named_leaves),
         input_core_dims=dims,
         output_core_dims=out_dims,
-        exclude_dims=_named.resized_dims(named.values(), jax.tree.leaves(out), out_dims),
+        exclude_dims=_named.resized_dims(named_leaves, jax.tree.leaves(out), out_dims),
         dask="allowed",
     )
     tree = treedef.unflatten([results] if len(out_dims) == 1 else results)

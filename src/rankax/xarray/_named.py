@@ -98,7 +98,7 @@ def named_leaves(call: KernelCall, core_dims: Any, dtype: Any, site: str) -> dic
     """Return the named arrays among the leaves of a call, by position; floats get this dtype."""
     triples = [*zip(call.paths, call.leaves, call.structure.ranks, strict=True)]
     triples += [(name, value, None) for name, value in call.others.items()]
-    found: dict[int, NamedLeaf] = {}
+    named: dict[int, NamedLeaf] = {}
     for i, (path, value, rank) in enumerate(triples):
         if blocks_of(value) == "xarray":
             if rank is None:
@@ -114,18 +114,18 @@ def named_leaves(call: KernelCall, core_dims: Any, dtype: Any, site: str) -> dic
                     f"{listed(absent, 'or')}: it has "
                     f"{listed([repr(d) for d in value.dims]) or 'none'}; rename one"
                 )
-            found[i] = NamedLeaf(value, path, rank, core)
-            _check_variables(found[i], site)
+            named[i] = NamedLeaf(value, path, rank, core)
+            _check_variables(named[i], site)
         elif rank is not None and not is_number(value) and jnp.ndim(value) != rank.rank:
             raise TypeError(
                 f"{site}: {path} has shape {jnp.shape(value)} and rank {rank}, so it has batch "
                 "axes, but they have no names; pass an xarray.DataArray"
             )
-    if not found:
+    if not named:
         raise TypeError(
             f"{site}: no argument with a rank is a DataArray or a Dataset; call {call.name} itself"
         )
-    return found
+    return named
 
 
 def _check_variables(leaf: NamedLeaf, site: str) -> None:
@@ -275,16 +275,16 @@ def dims_of_outputs(
     declared = _declared_dims(kernel, leaves, out)
     all_dims: list[list[str]] = []
     named = zip(leaves_with_names(out, "output"), kept, explicit, declared, strict=True)
-    for (path, leaf), is_kept, own, dims in named:
+    for (path, leaf), is_kept, names, dims in named:
         front = reduced if is_kept else ()
         count = len(leaf.shape) - len(front)
         axes = f"{site}: {path} has {plural(count, 'core axis')}"
-        if own is None:
+        if names is None:
             dims = dims if count else ()
             if dims is None or len(dims) != count:
                 example = tuple(f"dim{axis}" for axis in range(count))
                 raise ValueError(f"{axes}, but no names; write output_dims={example}")
-        elif len(dims := own) != count:
+        elif len(dims := names) != count:
             raise ValueError(
                 f"{axes}, but output_dims names {plural(len(dims), 'dimension')}: {listed(dims)}"
             )
@@ -396,8 +396,8 @@ def with_coords(tree: Any, coords: Any, all_dims: Sequence[Sequence[str]], site:
         )
 
     def changed(leaf: Any) -> Any:
-        if own := {dim: x for dim, x in coords.items() if dim in leaf.dims}:
-            leaf = leaf.assign_coords(own)
+        if along := {dim: x for dim, x in coords.items() if dim in leaf.dims}:
+            leaf = leaf.assign_coords(along)
         if xr.get_options()["keep_attrs"] == "default":
             for x in leaf.data_vars.values() if isinstance(leaf, xr.Dataset) else [leaf]:
                 x.attrs.pop("units", None)
@@ -410,9 +410,9 @@ def as_dataset(tree: Any, name: str) -> Any:
     """Return one Dataset; names begin with the variable, if an argument is a Dataset."""
     variables: dict[str, Any] = {}
     for path, leaf in leaves_with_names(tree, ""):
-        own = "_".join(re.findall(r"\w+", path))
+        key = "_".join(re.findall(r"\w+", path))
         if isinstance(leaf, xr.Dataset):
-            variables |= {f"{v}_{own}".strip("_"): x for v, x in leaf.data_vars.items()}
+            variables |= {f"{v}_{key}".strip("_"): x for v, x in leaf.data_vars.items()}
         else:
-            variables[own or leaf.name or name] = leaf
+            variables[key or leaf.name or name] = leaf
     return xr.Dataset(variables)

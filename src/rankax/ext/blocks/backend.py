@@ -79,9 +79,9 @@ def blockwise(
     # Axes are ints: first those of the batch, then the core axes of each array.
     count = unused = len(batch.chunks)
     arguments: list[Any] = []
-    for array, axes, own in batch.inputs:
-        arguments += [array, (*axes, *range(unused, unused + len(own.shape)))]
-        unused += len(own.shape)
+    for array, axes, of_input in batch.inputs:
+        arguments += [array, (*axes, *range(unused, unused + len(of_input.shape)))]
+        unused += len(of_input.shape)
     core = dict(enumerate(item.shape, unused))
     return of_package(
         functools.partial(fun, *batch.numbers),

@@ -23,12 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._options import Options
-from rankax.call.kernels import KernelCall, Shell, bind, is_number, rebind
+from rankax.call.kernels import KernelCall, Shell, bind, bind_leaves, is_number
 from rankax.core.base.cache import Kept
 from rankax.core.base.trees import check_outputs
 from rankax.core.reduce.protocol import FILL, Outputs
 from rankax.ext.blocks.checksum import checksum
-from rankax.ext.jit import compiled_parts
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.results import call_ragged
 from rankax.ext.ragged.type import Ragged
@@ -127,7 +126,7 @@ class Setup:
             leaves[place] = value
             if key_impl is not None:
                 leaves[place] = jax.random.wrap_key_data(value, impl=key_impl)
-        return rebind(spec, self.shell, leaves, dict(self.others))
+        return bind_leaves(spec, self.shell, leaves, dict(self.others))
 
     def evaluate(self, values: Sequence[Any], options: Options) -> Any:
         """Evaluate a call; with a `Ragged` among the values, as the kernel itself does."""
@@ -141,8 +140,8 @@ class Setup:
         given = {**options.values(), "jit": True, "where": None}  # a reduction has its mask
         spec = self.mapped.with_explicit(given, self.mapped.spec.name).spec
         arguments = call.arguments
-        call = bind(spec, arguments.args, arguments.kwargs, takes_nodes=True)
-        return call_ragged(call, compiled_parts(spec), shared=self.shared)
+        call = bind(spec, arguments.args, arguments.kwargs)
+        return call_ragged(call, self.shared)
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""

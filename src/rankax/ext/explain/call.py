@@ -12,7 +12,7 @@ from rankax.core.base.arrays import inside_call, on_mesh, shape_of
 from rankax.core.plan.schedule import Plan
 from rankax.core.protocols import Placement
 from rankax.ext import cpu_math, once
-from rankax.ext.bucket import fill_up
+from rankax.ext.bucket import filled, filling_of
 from rankax.ext.devices import call as devices
 from rankax.ext.explain.plan import BatchPlan, shown
 from rankax.ext.fused import walk as fused
@@ -34,8 +34,8 @@ _LEAST_SHARE = 0.1
 
 def plan_kernel(call: KernelCall) -> BatchPlan:
     options = call.kernel.options()
-    call = fill_up(call, options)
-    return plan_of(call, options)
+    filling = filling_of(call, options)
+    return plan_of(filled(call, filling, only_shapes=True) if filling else call, options)
 
 
 def plan_of(call: KernelCall, options: Options) -> BatchPlan:
@@ -67,23 +67,22 @@ def _planned(call: KernelCall, options: Options, place: Placement) -> BatchPlan:
     if (plan := by_hand(ready, options, place)) is not None:
         return shown(plan, **found)
     with observed(options, call.name):
-        own = traced(ready, options, place)
-    own, fitted = fit_apart(own)
-    plan, whole = fitted.plan, own.whole
-    schedule = once.shown(plan, whole, own.apart.hoisted) if own.apart else plan
+        trace = traced(ready, options, place)
+    trace, fitted = fit_apart(trace)
+    plan, whole = fitted.plan, trace.whole
+    schedule = once.shown(plan, whole, trace.apart.hoisted) if trace.apart else plan
     found |= {"batch_shape": whole.batch_shape, **fitted.found}
-    found |= {} if own.apart else {"leaves": whole.leaves}
-    item, inputs = (
-        (own.apart.item, own.apart.plan.mapped) if own.apart else (own.item, whole.mapped)
-    )
-    notes = *_notes(own, schedule), *fused.notes(walk_of(plan, fitted.options, inputs), item)
-    found |= {**own.layout.shown, "notes": notes}
+    found |= {} if trace.apart else {"leaves": whole.leaves}
+    item, part = trace.walked
+    nest = walk_of(plan, fitted.options, part.mapped)
+    notes = *_notes(trace, schedule), *fused.notes(nest, item)
+    found |= {**trace.layout.shown, "notes": notes}
     return shown(schedule, **found)
 
 
-def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
+def _notes(trace: Traced, plan: Plan) -> tuple[str, ...]:
     """Return what else there is to say about a call."""
-    options, jaxpr = call.options, call.item.closed.jaxpr
+    options, jaxpr = trace.options, trace.item.closed.jaxpr
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
         is_limited = options.memory_limit is not None
@@ -93,20 +92,20 @@ def _notes(call: Traced, plan: Plan) -> tuple[str, ...]:
     if is_cut and plan.steps > 1 and options.most and 2 * plan.in_flight <= options.most:
         size = f"chunk_size={options.most}"
         notes.append(f"{size} is cut into tiles of {plan.in_flight}, which stay in the cache")
-    notes += once.notes(call.apart.hoisted, plan) if call.apart else []
-    notes += _notes_of_masks(call)
-    notes += devices.notes(call.place, options)
+    notes += once.notes(trace.apart.hoisted, plan) if trace.apart else []
+    notes += _notes_of_masks(trace)
+    notes += devices.notes(trace.place, options)
     if options.reduce is None or not options.rules.tiles(jaxpr, 0).reduced:
         notes += cpu_math.notes(options, jaxpr)
     return (*notes, *memory.notes(options, jaxpr, plan))
 
 
-def _notes_of_masks(call: Traced) -> list[str]:
+def _notes_of_masks(trace: Traced) -> list[str]:
     """Say which masks derivatives evaluate again, unless that is little of an item."""
-    if call.options.reduce is None:
+    if trace.options.reduce is None:
         return []
-    jaxpr, found = call.item.closed.jaxpr, dict[Any, float]()
-    for entry, own in call.options.reduce.each(call.item.outputs):
+    jaxpr, found = trace.item.closed.jaxpr, dict[Any, float]()
+    for entry, own in trace.options.reduce.each(trace.item.outputs):
         if own.mask is not None:
             found[entry.where] = once.share(jaxpr, jaxpr.outvars[own.mask])
     return [

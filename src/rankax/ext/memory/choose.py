@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,7 +101,8 @@ def check_whole(call: Call, plan: Plan, options: Options) -> None:
 
     def whole(*mapped: Any) -> list[Any]:
         leaves = {**dict(enumerate(call.leaves)), **dict(zip(plan.mapped, mapped, strict=True))}
-        return jax.tree.leaves(call.with_leaves([*leaves.values()]).in_one_piece(plan))
+        own = dataclasses.replace(call, leaves=[*leaves.values()])
+        return jax.tree.leaves(own.in_one_piece(plan))
 
     why = f"a collective over axis_name={call.axis_name!r} allows no chunks"
     check_fits(call.site, options, whole, [call.leaves[i] for i in plan.mapped], why)

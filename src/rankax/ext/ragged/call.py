@@ -43,8 +43,8 @@ import numpy as np
 from jax import core
 
 from rankax._options import Options
-from rankax.call.kernels import KernelCall, KernelSpec, Shell, bind, rebind
-from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow, is_spread
+from rankax.call.kernels import KernelCall, KernelSpec, Shell, bind, bind_leaves
+from rankax.core.base.arrays import has_tangent, in_32_bits, is_narrow, is_spread, is_staged
 from rankax.core.base.messages import listed
 from rankax.core.declare.dims import Rank
 from rankax.core.loop.loop import widen
@@ -52,13 +52,12 @@ from rankax.core.loop.spec import PLACE
 from rankax.core.plan.schedule import Plan, Shape
 from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import as_inputs, resized
+from rankax.ext.jit import evaluate_part
 from rankax.ext.lengths import Group, Shared, bucket_of, groups_of, rounded_up, slots_for
 from rankax.ext.ragged.padded import (
     ITEMS,
     MAPPED,
     WHOLE,
-    Compiled,
-    Evaluate,
     Padded,
     Role,
     dims_of_outputs,
@@ -80,17 +79,13 @@ class RaggedCall:
     lengths: np.ndarray[Any, Any]  # (items, dims)
     starts: np.ndarray[Any, Any]  # the same
     dense: Any  # the plan of the call if all items were filled up to the longest
-    compiled: Compiled | None
-    is_staged: bool = False  # whether it is evaluated as part of a program that is being traced
-    of_item: Evaluate | None = None  # evaluates an item that is filled up
+    is_staged: bool  # whether it is evaluated as part of a program that is being traced
+    is_compiled: bool  # whether its groups are evaluated by compiled programs
     shared: Shared | None = None  # the shapes of the batch, if it is one of several blocks
 
     @classmethod
-    def of(cls, call: KernelCall, compiled: Compiled | None, **settings: Any) -> RaggedCall:
-        """Check a call; with ``compiled``, its parts are called by compiled programs.
-
-        ``settings``: the fields that have defaults.
-        """
+    def of(cls, call: KernelCall, shared: Shared | None = None) -> RaggedCall:
+        """Check a call."""
         options = call.kernel.options()
         _check_options(call, options)
         names = _dimensions(call)
@@ -105,10 +100,12 @@ class RaggedCall:
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan_whole(options)
         if dense.names:
-            own = cls.of(_unnamed(call, dense), compiled, **settings)
-            dense = dataclasses.replace(own.dense, names=dense.names)
-            return dataclasses.replace(own, dense=dense)
-        return cls(call, options, dims, dim_of, lengths, starts, dense, compiled, **settings)
+            unnamed = cls.of(_unnamed(call, dense), shared)
+            dense = dataclasses.replace(unnamed.dense, names=dense.names)
+            return dataclasses.replace(unnamed, dense=dense)
+        staged = is_staged()
+        program = staged, options.jit and not staged
+        return cls(call, options, dims, dim_of, lengths, starts, dense, *program, shared)
 
     @property
     def count(self) -> int:
@@ -136,24 +133,23 @@ class RaggedCall:
             return [Group(np.arange(self.count), tuple(longest.tolist()))]
         if self.shared is not None:
             return self.shared.groups(self.lengths)
-        return groups_of(self.lengths, in_series=self.compiled is not None)
+        return groups_of(self.lengths, in_series=self.is_compiled)
 
     @functools.cached_property
     def is_direct(self) -> bool:
         """Whether a single group is evaluated as an ordinary call, in the order given."""
-        return self.is_single or (len(self.groups) == 1 and self.compiled is None)
+        return self.is_single or (len(self.groups) == 1 and not self.is_compiled)
 
     @property
     def is_filled(self) -> bool:
         """Whether groups may be filled up by items that do not count."""
-        return self.compiled is not None or bool(self.options.devices)
+        return self.is_compiled or bool(self.options.devices)
 
     def size(self, count: int, dim: int | None = None) -> int:
         """Return a number of items, or of rows, in its bucket if programs are to be reused."""
         if self.shared is not None:
             return self.shared.items if dim is None else self.shared.rows[dim]
-        bucket = None if self.compiled is None else bucket_of(count, True)
-        return bucket or count
+        return (self.is_compiled and bucket_of(count, True)) or count
 
     def slots(self, group: Group) -> int:
         """Return how many items a group is filled up to."""
@@ -162,7 +158,7 @@ class RaggedCall:
             return count
         if self.options.devices:  # each of them has an item, so that all results are on all
             count = max(count, jax.device_count())
-        if self.compiled is None:
+        if not self.is_compiled:
             return count
         if self.shared is not None:
             return self.shared.slots_of(group, count)
@@ -221,7 +217,7 @@ class RaggedCall:
         # Of several loops in one program, each would have a cotangent of the whole leaf.
         is_one = self.is_staged and len(self.groups) > 1 and not self.options.devices
         has_slope = is_one and is_traced and has_tangent(leaf.aval)
-        weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
+        weak = self.is_compiled and bool(getattr(leaf, "weak_type", False))
         role = Role(None, 0, bare if has_slope else None, weak=weak)
         if dim is not None:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
@@ -237,7 +233,7 @@ class RaggedCall:
     def _sized(self, leaf: Any, axis: int, dim: int | None = None) -> Any:
         """Return an array with an axis of a length in its bucket, and of at least one row."""
         size = max(1, self.size(leaf.shape[axis], dim))
-        if self.compiled is None and not isinstance(leaf, jax.ShapeDtypeStruct):
+        if not (self.is_compiled or isinstance(leaf, jax.ShapeDtypeStruct)):
             leaf = jnp.asarray(leaf)
         return _reshaped(leaf, (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]))
 
@@ -279,23 +275,22 @@ class RaggedCall:
             roles,
             self.dims,
             group.lengths,
-            self.of_item,
             is_checked=len(self.groups) == 1 or is_first,
         )
         derived = call.kernel.structures.get_or_make(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
         items = items if self.is_staged else as_inputs(items)
-        given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
-        own = bind(derived, (), given, shapes_only=True)
+        arguments = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
+        part = bind(derived, (), arguments, shapes_only=True)
         if self.is_last_reduced and self.is_filled and not self.is_direct:
-            own.lengths = {len(self.dense.batch_shape) - 1: len(group.items)}
-        return own
+            part.lengths = {len(self.dense.batch_shape) - 1: len(group.items)}
+        return part
 
     def evaluate(self, call: KernelCall) -> Any:
         """Evaluate the call of one group."""
-        if self.compiled is not None:
-            return self.compiled(call)
+        if self.is_compiled:
+            return evaluate_part(call)
         call = dataclasses.replace(call, is_kept=not self.is_staged)
         return evaluate(call, call.kernel.options())
 
@@ -323,7 +318,7 @@ def _unnamed(call: KernelCall, dense: Plan) -> KernelCall:
             return KernelSpec(kernel.fun, kernel.declaration, explicit, kernel.members)
 
         kernel = call.kernel.structures.get_or_make((Plan, dense.reduced), make)
-    return rebind(kernel, call.shell, leaves, call.others)
+    return bind_leaves(kernel, call.shell, leaves, call.others)
 
 
 def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:
@@ -372,7 +367,7 @@ def _check_options(call: KernelCall, options: Options) -> None:
 
 def _dimensions(call: KernelCall) -> dict[int, str]:
     """Return the first dimension of each ragged leaf; refuse what does not go together."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     first: dict[str, int] = {}  # the leaf that has a dimension first
     structure, site = call.structure, call.site
     for i in structure.nodes:
@@ -394,8 +389,8 @@ def _dimensions(call: KernelCall) -> dict[int, str]:
                 f"{site}: {path} is Ragged with values of shape {shape}, but its rank {rank} asks "
                 f"for {len(dims)}: the rows, and {len(dims) - 1} for one row"
             )
-        if found:
-            other = first.get(name, next(iter(found)))
+        if names:
+            other = first.get(name, next(iter(names)))
             mine, its = structure.nodes[i], structure.nodes[other]
             its_path = structure.paths[other]
             if len(mine) != len(its):
@@ -408,10 +403,10 @@ def _dimensions(call: KernelCall) -> dict[int, str]:
                     f"{site}: item {at} of {path} has {mine.lengths[at]} rows, but that of "
                     f"{its_path} has {its.lengths[at]}"
                 )
-        found[i] = name
+        names[i] = name
         first.setdefault(name, i)
     for i, rank in enumerate(structure.ranks):
-        for dim in (rank.dims or ()) if rank is not None and i not in found else ():
+        for dim in (rank.dims or ()) if rank is not None and i not in names else ():
             name = next((name for name in (dim.name, *dim.names) if name in first), None)
             if name is not None:
                 raise TypeError(
@@ -420,4 +415,4 @@ def _dimensions(call: KernelCall) -> dict[int, str]:
                     "lengths, if that is its first core dimension, or give the dimension another "
                     "name"
                 )
-    return found
+    return names

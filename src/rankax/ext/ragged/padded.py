@@ -11,15 +11,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rankax._options import Options
-from rankax.call.kernels import KernelCall, KernelSpec, Shell, rebind
+from rankax.call.kernels import KernelSpec, Shell, bind_leaves
 from rankax.core.base.arrays import weakened, zeros
 from rankax.core.base.messages import traced_as
 from rankax.core.base.trees import leaves_with_names
@@ -34,18 +34,6 @@ ITEMS, MAPPED, WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
 
 # Of JAX, which says on which argument a value depends.
 _ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
-
-Evaluate = Callable[[KernelCall], Any]  # calls a bound kernel
-
-
-class Compiled(Protocol):
-    """Calls bound kernels by their compiled programs (`ext/jit.py`)."""
-
-    def __call__(self, part: KernelCall, /) -> Any:
-        """Call one."""
-
-    def kept(self, part: KernelCall, make: Callable[[], Any], *key: Hashable) -> Any:
-        """Return what ``make`` returns, which is kept as the program of ``part`` is."""
 
 
 class Role(NamedTuple):
@@ -75,7 +63,6 @@ class Padded:
     roles: tuple[Role, ...]
     dims: tuple[str, ...]  # the ragged dimensions
     lengths: tuple[int, ...]  # to which they are filled up
-    of_item: Evaluate | None  # evaluates a call of one item; None: as it is
     is_checked: bool  # whether each trace compares the outputs with those of longer items
 
     def kernel(self) -> KernelSpec:
@@ -83,23 +70,24 @@ class Padded:
 
         @functools.wraps(self.spec.fun, updated=())
         def padded(*, rankax_items: Any, rankax_mapped: Any, rankax_whole: Any, **rest: Any) -> Any:
-            given = rankax_items, rankax_mapped, rankax_whole
-            leaves, masks = self._read(*given)
+            passed = rankax_items, rankax_mapped, rankax_whole
+            leaves, masks = self._read(*passed)
             try:
                 out = self._evaluate(leaves, masks, rest)
             except _ERRORS as error:
                 failed = error
             else:
                 if self.is_checked:
-                    self._check_outputs(out, given, rest)
+                    self._check_outputs(out, passed, rest)
                 return out
             # Once more by itself, so that the error names what the user passed.
-            call = rebind(self.spec, self.shell, leaves, rest)
+            call = bind_leaves(self.spec, self.shell, leaves, rest)
 
             @traced_as(self.spec.fun, [*(call.paths[i] for i in call.ranked), *self._masked])
             def named(*values: Any) -> Any:
-                given = {**dict(enumerate(leaves)), **dict(zip(call.ranked, values, strict=False))}
-                return self._evaluate([*given.values()], values[len(call.ranked) :], rest)
+                ranked = dict(zip(call.ranked, values, strict=False))
+                merged = [ranked.get(i, leaf) for i, leaf in enumerate(leaves)]
+                return self._evaluate(merged, values[len(ranked) :], rest)
 
             jax.make_jaxpr(named)(*[leaves[i] for i in call.ranked], *masks)
             raise failed
@@ -122,18 +110,15 @@ class Padded:
 
     def _evaluate(self, leaves: list[Any], masks: Sequence[Any], rest: dict[str, Any]) -> Any:
         """Call the user's kernel; ``rest`` are the arguments without a rank."""
-        call = rebind(self.spec, self.shell, leaves, rest)
+        call = bind_leaves(self.spec, self.shell, leaves, rest)
         call.masks = dict(zip(self._masked, masks, strict=True))
-        if self.of_item is not None:
-            out = self.of_item(call)
-        else:
-            out = call.evaluate(leaves, call.plan(Options()))
+        out = call.evaluate(leaves, call.plan(Options()))
         reductions = dict(self.explicit).get("reduce")
         return out if reductions is None else reductions.marked(out, call.paths, leaves, True)
 
-    def _check_outputs(self, out: Any, given: tuple[Any, ...], rest: dict[str, Any]) -> None:
+    def _check_outputs(self, out: Any, passed: tuple[Any, ...], rest: dict[str, Any]) -> None:
         """Refuse outputs whose shapes depend on the length to which the item is filled up."""
-        items, mapped, whole = given
+        items, mapped, whole = passed
         first = sum(role.rank is not None for role in self.roles)
         slopes = sum(role.slope is not None for role in self.roles)
         mapped = [*mapped[:first], *mapped[first + slopes :]]
@@ -155,9 +140,9 @@ class Padded:
         of_item, shared = iter(mapped), iter(whole)
         leaves = [next(shared if role.rank is None else of_item) for role in self.roles]
         read = {i: role for i, role in enumerate(self.roles) if role.is_read}
-        given = [leaves[i] for i in read], list(of_item)
         masked = tuple(map(self.dims.index, self._masked))
-        values, masks = _read(tuple(read.values()), self.lengths, masked, items, *given)
+        arrays, more = [leaves[i] for i in read], list(of_item)
+        values, masks = _read(tuple(read.values()), self.lengths, masked, items, arrays, more)
         for i, value in zip(read, values, strict=True):
             leaves[i] = value
         return leaves, masks
@@ -170,8 +155,8 @@ def dims_of_outputs(declared: Any, dims: Sequence[str], out: Any) -> list[tuple[
         return [(path, None) for path in paths]
     ranks = ranks_of_output(declared, out)
     names = [rank.dims[0].name if rank is not None and rank.dims else None for rank in ranks]
-    found = [dims.index(name) if name in dims else None for name in names]
-    return list(zip(paths, found, strict=True))
+    places = [dims.index(name) if name in dims else None for name in names]
+    return list(zip(paths, places, strict=True))
 
 
 def depends_on_length(kernel: str, dim: str, path: str, shape: tuple[int, ...]) -> ValueError:

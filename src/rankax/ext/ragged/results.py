@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax.call.kernels import KernelCall
-from rankax.core.base.arrays import is_staged
 from rankax.core.base.messages import plural
 from rankax.core.base.trees import entries
 from rankax.core.declare.dims import Rank
@@ -23,21 +22,17 @@ from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import as_inputs, resized
 from rankax.ext.explain.call import plan_of
 from rankax.ext.explain.plan import BatchPlan, shown
+from rankax.ext.jit import kept_with_programs
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.call import RaggedCall
-from rankax.ext.ragged.padded import Compiled, Evaluate, depends_on_length
+from rankax.ext.ragged.padded import depends_on_length
 from rankax.ext.ragged.type import Ragged, span
 from rankax.ext.runs import RunStates
 
 
-def call_ragged(
-    call: KernelCall,
-    compiled: Compiled | None = None,
-    of_item: Evaluate | None = None,
-    shared: Shared | None = None,
-) -> Any:
-    """Evaluate a call with ragged arguments; each item by ``of_item``, if that is given."""
-    ragged = RaggedCall.of(call, compiled, is_staged=is_staged(), of_item=of_item, shared=shared)
+def call_ragged(call: KernelCall, shared: Shared | None = None) -> Any:
+    """Evaluate a call with ragged arguments."""
+    ragged = RaggedCall.of(call, shared)
     reductions = ragged.options.reduce
     check_declared_outputs(ragged)
     if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
@@ -57,8 +52,8 @@ def _kept_in_order(ragged: RaggedCall, reductions: Reductions, parts: list[list[
     batch, reduced = ragged.dense.batch_shape, ragged.dense.reduced
     triples = zip(reductions.entries, *parts, strict=True)
     return [
-        _in_order(ragged, own, len(batch) - 1 - (0 if entry.is_kept else len(reduced)))
-        for entry, *own in triples
+        _in_order(ragged, outs, len(batch) - 1 - (0 if entry.is_kept else len(reduced)))
+        for entry, *outs in triples
     ]
 
 
@@ -66,16 +61,16 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
     """Put results of the groups, which have their items on ``axis``, in the order given."""
     parts, dims = [jax.tree.leaves(out) for out in outs], list[int | None]()
     places, shapes = list[tuple[int, int, int]](), list[tuple[int, ...]]()
-    for (path, dim), *own in zip(ragged.dims_of(outs[0]), *parts, strict=True):
-        core, total, column = own[0].shape[axis + 1 :], ragged.count, 0
+    for (path, dim), *same in zip(ragged.dims_of(outs[0]), *parts, strict=True):
+        core, total, column = same[0].shape[axis + 1 :], ragged.count, 0
         if dim is not None:
             check_one_axis(ragged, path, dim)
             core, total, column = core[1:], int(ragged.lengths[:, dim].sum()), 2 + 2 * dim
-        elif any(part.shape[axis + 1 :] != core for part in own):
+        elif any(part.shape[axis + 1 :] != core for part in same):
             raise depends_on_length(ragged.call.name, ragged.dims[0], path, core)
         dims.append(dim)
         places.append((axis, column, max(1, ragged.size(total, dim))))
-        shapes.append((*own[0].shape[:axis], total, *core))
+        shapes.append((*same[0].shape[:axis], total, *core))
     if not dims or (ragged.is_direct and {*dims} == {None}):
         return outs[0]
     if len(outs) == 1 and {*dims} == {None}:  # they are in order, but filled up
@@ -111,7 +106,7 @@ def _steps(ragged: RaggedCall, parts: Sequence[Any]) -> list[list[tuple[Any, Any
         items = ragged.items_of(group)
         items[len(group.items) :, 1::2] = 0
         pairs.append((part, as_inputs(items)))
-    return [pairs] if ragged.compiled is None else [[pair] for pair in pairs]
+    return [[pair] for pair in pairs] if ragged.is_compiled else [pairs]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -173,7 +168,7 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     row = tuple(plan.batch_shape[axis] for axis in plan.reduced)
     total = math.prod(row)
     # The number of items decides the type of indices, and must not be part of the program.
-    of_run = total if ragged.compiled is None else max(total, 2**31 - 1)
+    of_run = max(total, 2**31 - 1) if ragged.is_compiled else total
     of_run = max(of_run, reductions.of_run or 0)
     calls = [ragged.call_of(group, reductions.for_runs(of_run)) for group in ragged.groups]
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
@@ -183,12 +178,12 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     def outputs() -> Any:
         return calls[-1].trace(calls[-1].plan_whole(options), of_item).outputs
 
-    parts = ragged.compiled
-    runs = RunStates(reductions, parts.kept(calls[-1], outputs) if parts else outputs(), ())
+    item = kept_with_programs(calls[-1], outputs) if ragged.is_compiled else outputs()
+    runs = RunStates(reductions, item, ())
     batch = len(plan.batch_shape) - len(plan.reduced)
     states, kept = list[list[Any]](), list[list[Any]]()
-    for own in calls:
-        values = reductions.structure.flatten_up_to(ragged.evaluate(own))
+    for call in calls:
+        values = reductions.structure.flatten_up_to(ragged.evaluate(call))
         pairs = list(zip(reductions.entries, values, strict=True))
         states.append([() if entry.is_kept else value for entry, value in pairs])
         kept.append([value if entry.is_kept else () for entry, value in pairs])
@@ -210,8 +205,8 @@ def _merged(
 
         def place(index: jax.Array, numbers: Any = items[:, 0]) -> jax.Array:
             size = numbers.shape[0]
-            own = numbers.at[index % size].get(mode="clip").astype(index.dtype)
-            return index // size * count.astype(index.dtype) + own
+            number = numbers.at[index % size].get(mode="clip").astype(index.dtype)
+            return index // size * count.astype(index.dtype) + number
 
         states = runs.placed(states, place)
         held = states if held is None else runs.merge_two(held, states, batch)
@@ -221,12 +216,12 @@ def _merged(
 # What `plan` prints.
 
 
-def plan_ragged(call: KernelCall, compiled: Compiled | None) -> BatchPlan:
+def plan_ragged(call: KernelCall) -> BatchPlan:
     """Return what `call_ragged` would do."""
-    ragged = RaggedCall.of(call, compiled)
+    ragged = RaggedCall.of(call)
     parts = [
-        dataclasses.replace(plan_of(own, own.kernel.options()), names=ragged.dense.names)
-        for own in (ragged.call_of(group) for group in ragged.groups)
+        dataclasses.replace(plan_of(part, part.kernel.options()), names=ragged.dense.names)
+        for part in (ragged.call_of(group) for group in ragged.groups)
     ]
     groups = [(len(group.items), group.lengths) for group in ragged.groups]
     notes: list[str] = []

@@ -86,22 +86,18 @@ def _differentiated(
     floats = [i for i, out in enumerate(outs) if has_tangent(out)]
     live = [i for i, x in enumerate(args) if has_tangent(x) and not _is_zero(tangents[i])]
     terms: list[list[Any]] = []
-
-    def of_floats(*args: Any) -> list[Any]:
-        found = fun(*args)
-        return [found[i] for i in floats]
-
     slices = _slices(args, groups)
     for own in slices:
         if any(own.start <= i < own.stop for i in live):
             some = list(args)
             some[own] = map(ad.instantiate_zeros, tangents[own])
-            terms.append(_choose.bind(*some, fun=of_floats, groups=groups, depth=depth))
+            terms.append(_choose.bind(*some, fun=fun, groups=groups, depth=depth))
     others = [i for i in live if not any(own.start <= i < own.stop for own in slices)]
 
     def pushed(*given: Any) -> list[Any]:
         args, own = given[: -len(others)], given[-len(others) :]
-        return jax.jvp(of_some(of_floats, args, others), [args[i] for i in others], list(own))[1]
+        found = jax.jvp(of_some(fun, args, others), [args[i] for i in others], list(own))[1]
+        return [found[i] for i in floats]
 
     if others:
         some, more = [*args, *(tangents[i] for i in others)], (*groups, len(others))
@@ -152,31 +148,21 @@ def _under_vmap(
     groups: tuple[int, ...],
     depth: int,
 ) -> tuple[list[Any], list[int | None]]:
-    is_mapped = [dim is not None for dim in dims]
-    if not any(is_mapped):
-        outs = _choose.bind(*args, fun=fun, groups=groups, depth=depth)
+    choose = functools.partial(_choose.bind, fun=fun, groups=groups, depth=depth)
+    if all(dim is None for dim in dims):
+        outs = choose(*args)
         return outs, [None] * len(outs)
-    args = [
-        x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)
-    ]
-    shared = [x.size for x, own in zip(args, is_mapped, strict=True) if not own and has_tangent(x)]
-    if sum(shared) * axis.size > _MOST_NUMBERS:
-        mapped = [i for i, own in enumerate(is_mapped) if own]
-
-        def one(items: Any) -> list[Any]:
-            merged = {**dict(enumerate(args)), **dict(zip(mapped, items, strict=True))}
-            return _choose.bind(*merged.values(), fun=fun, groups=groups, depth=depth)
-
-        outs = lax.map(one, [args[i] for i in mapped])
+    mapped = {i: jnp.moveaxis(args[i], dim, 0) for i, dim in enumerate(dims) if dim is not None}
+    shared = {i: x for i, x in enumerate(args) if i not in mapped and has_tangent(x)}
+    if sum(x.size for x in shared.values()) * axis.size > _MOST_NUMBERS:
+        of_item = of_some(choose, args, list(mapped))
+        outs = lax.map(lambda items: of_item(*items), list(mapped.values()))
         return outs, [0] * len(outs)
-    own = [
-        jnp.broadcast_to(x, (axis.size, *x.shape)) if not mapped and has_tangent(x) else x
-        for x, mapped in zip(args, is_mapped, strict=True)
-    ]
-    in_axes = [
-        0 if mapped or has_tangent(x) else None for x, mapped in zip(args, is_mapped, strict=True)
-    ]
-    outs = _choose.bind(*own, fun=vmapped(axis, fun, in_axes, 0), groups=groups, depth=depth + 1)
+    for i, x in shared.items():
+        mapped[i] = jnp.broadcast_to(x, (axis.size, *x.shape))
+    in_axes = [0 if i in mapped else None for i in range(len(args))]
+    args = [mapped.get(i, x) for i, x in enumerate(args)]
+    outs = _choose.bind(*args, fun=vmapped(axis, fun, in_axes, 0), groups=groups, depth=depth + 1)
     return outs, [0] * len(outs)
 
 
