@@ -183,7 +183,7 @@ class Fitted(NamedTuple):
 
     plan: Plan  # of one part
     options: Options
-    found: dict[str, Any]  # what the plan shows
+    shown: dict[str, Any]  # what the plan shows
     is_walked: bool  # otherwise it is evaluated by hand after all
 
 
@@ -193,7 +193,7 @@ def fit(trace: Traced) -> Fitted:
     if trace.whole.is_empty:
         return Fitted(trace.whole, options, {}, is_walked=True)
     item, whole = trace.walked
-    jaxpr, found = item.closed.jaxpr, dict[str, Any]()
+    jaxpr, shown = item.closed.jaxpr, dict[str, Any]()
     if has_refs(jaxpr.constvars, item.closed.effects):
         options = options.replace(checkpoint=False)  # JAX cannot differentiate a checkpointed Ref
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
@@ -210,9 +210,9 @@ def fit(trace: Traced) -> Fitted:
 
     changes_item = options.cpu_math and cpu_math.is_on(options)
     if not options.lockstep:
-        found["ends"], in_lanes = lanes.planner(item, options, whole)
+        shown["ends"], in_lanes = lanes.planner(item, options, whole)
         plan_of = in_lanes or plan_of
-        changes_item = changes_item or lanes.changes(item, found["ends"])
+        changes_item = changes_item or lanes.changes(item, shown["ends"])
 
     if options.chunk_size == AUTO:
         of_items = best._replace(across=0) if options.batched else tiles
@@ -222,7 +222,7 @@ def fit(trace: Traced) -> Fitted:
         part = call.part(trace.whole, layout.shapes()[-1]) if layout else call
         nest = functools.partial(_nest, trace)
         of_lengths = functools.partial(_item_of_lengths, trace)
-        found["memory"] = chosen = memory.within_limit(
+        shown["memory"] = chosen = memory.within_limit(
             trace.item, options, part, trace.whole.mapped, plan_of, nest, of_lengths, whole
         )
         checkpoint = False if chosen.stored else options.checkpoint
@@ -230,7 +230,7 @@ def fit(trace: Traced) -> Fitted:
 
     plan = plan_of(options.chunk_size)
     needs_walk = plan.has_loop or changes_item or call.is_kept or layout or options.reduce
-    return Fitted(plan, options, found, is_walked=bool(needs_walk))
+    return Fitted(plan, options, shown, is_walked=bool(needs_walk))
 
 
 def fit_apart(trace: Traced) -> tuple[Traced, Fitted]:

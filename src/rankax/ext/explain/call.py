@@ -44,7 +44,7 @@ def plan_of(call: KernelCall, options: Options) -> BatchPlan:
     at = [i for i, value in enumerate(values) if isinstance(value, jax.ShapeDtypeStruct)]
     # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
     shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
-    found: list[BatchPlan] = []
+    plans: list[BatchPlan] = []
     options = options_of(call, options)
     with on_mesh(call.leaves), inside_call(options.target):
         place = place_of(call, options)
@@ -52,32 +52,32 @@ def plan_of(call: KernelCall, options: Options) -> BatchPlan:
             return _planned(call, options, place)
 
         def plan(arrays: list[Any]) -> None:
-            given = dict(zip(at, arrays, strict=True))
-            own = shell.call(call.kernel, [given.get(i, x) for i, x in enumerate(values)])
-            again = dataclasses.replace(call, leaves=own.leaves, arguments=own.arguments)
-            found.append(_planned(again, options, place))
+            tracers = dict(zip(at, arrays, strict=True))
+            bound = shell.call(call.kernel, [tracers.get(i, x) for i, x in enumerate(values)])
+            again = dataclasses.replace(call, leaves=bound.leaves, arguments=bound.arguments)
+            plans.append(_planned(again, options, place))
 
         jax.eval_shape(plan, shapes)
-    return found[0]
+    return plans[0]
 
 
 def _planned(call: KernelCall, options: Options, place: Placement) -> BatchPlan:
     ready, options = prepared(call, options, place)
-    found = {"untouched": call.untouched(), "filled": tuple(call.lengths.items())}
+    fields = {"untouched": call.untouched(), "filled": tuple(call.lengths.items())}
     if (plan := by_hand(ready, options, place)) is not None:
-        return shown(plan, **found)
+        return shown(plan, **fields)
     with observed(options, call.name):
         trace = traced(ready, options, place)
     trace, fitted = fit_apart(trace)
     plan, whole = fitted.plan, trace.whole
     schedule = once.shown(plan, whole, trace.apart.hoisted) if trace.apart else plan
-    found |= {"batch_shape": whole.batch_shape, **fitted.found}
-    found |= {} if trace.apart else {"leaves": whole.leaves}
+    fields |= {"batch_shape": whole.batch_shape, **fitted.shown}
+    fields |= {} if trace.apart else {"leaves": whole.leaves}
     item, part = trace.walked
     nest = walk_of(plan, fitted.options, part.mapped)
     notes = *_notes(trace, schedule), *fused.notes(nest, item)
-    found |= {**trace.layout.shown, "notes": notes}
-    return shown(schedule, **found)
+    fields |= {**trace.layout.shown, "notes": notes}
+    return shown(schedule, **fields)
 
 
 def _notes(trace: Traced, plan: Plan) -> tuple[str, ...]:
@@ -104,13 +104,13 @@ def _notes_of_masks(trace: Traced) -> list[str]:
     """Say which masks derivatives evaluate again, unless that is little of an item."""
     if trace.options.reduce is None:
         return []
-    jaxpr, found = trace.item.closed.jaxpr, dict[Any, float]()
-    for entry, own in trace.options.reduce.each(trace.item.outputs):
-        if own.mask is not None:
-            found[entry.where] = once.share(jaxpr, jaxpr.outvars[own.mask])
+    jaxpr, shares = trace.item.closed.jaxpr, dict[Any, float]()
+    for entry, outputs in trace.options.reduce.each(trace.item.outputs):
+        if outputs.mask is not None:
+            shares[entry.where] = once.share(jaxpr, jaxpr.outvars[outputs.mask])
     return [
         f"derivatives evaluate where={where!r} twice more, {100 * share:.0f} % of an item; an "
         "argument as mask costs nothing"
-        for where, share in found.items()
+        for where, share in shares.items()
         if share >= _LEAST_SHARE
     ]
