@@ -337,7 +337,7 @@ class KernelCall(Call):
     """A bound call of a decorated kernel; its leaves come from the arguments with a rank."""
 
     kernel: KernelSpec
-    arguments: inspect.BoundArguments
+    bound: inspect.BoundArguments  # as passed; `leaves` has what is evaluated
     shell: Shell
     structure: Structure
     masks: Mapping[str, Any] | None = None  # by dimension, if an item is filled up
@@ -346,7 +346,7 @@ class KernelCall(Call):
     @property
     def others(self) -> dict[str, Any]:
         """The arguments without a rank."""
-        return {k: v for k, v in self.arguments.arguments.items() if k not in self.shell.names}
+        return {k: v for k, v in self.bound.arguments.items() if k not in self.shell.names}
 
     def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Plan:
         ranks = self.structure.ranks
@@ -414,7 +414,7 @@ class KernelCall(Call):
         values = zip(self.shell.names, self.shell.treedef.unflatten(leaves), strict=True)
         again = self.others if plan.levels else {}
         others = {name: _made_again(x) for name, x in again.items()}
-        arguments = {**self.arguments.arguments, **dict(values), **others, **self._masks(plan)}
+        arguments = {**self.bound.arguments, **dict(values), **others, **self._masks(plan)}
         bound = self.kernel.in_order(arguments, written=True)
         with noted_errors(self.fun, functools.partial(self._described, plan.leaves)):
             return self.fun(*bound.args, **bound.kwargs)
@@ -448,7 +448,7 @@ class KernelCall(Call):
         return tuple(
             [
                 array
-                for name, value in self.arguments.arguments.items()
+                for name, value in self.bound.arguments.items()
                 for path, subtree, rank in _with_ranks(self.kernel, name, value)
                 if rank is None
                 for array in arrays_of(subtree, path)
@@ -463,7 +463,7 @@ class KernelCall(Call):
             if leaf.path in self.paths
         ]
         rows += [row for pair in self.others.items() for row in _without_rank(*pair)]
-        nones = [name for name in self.shell.names if self.arguments.arguments[name] is None]
+        nones = [name for name in self.shell.names if self.bound.arguments[name] is None]
         sentences = [f"{name} is None, which passes through whatever its rank." for name in nones]
         sentences += [
             f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
@@ -604,10 +604,10 @@ def refuse_nodes(call: KernelCall) -> KernelCall:
 
 def bind_unchecked(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelCall:
     """Do what `bind` does, without converting the leaves or checking what they are."""
-    arguments = kernel.arguments_of(args, kwargs)
-    names = tuple([name for name in kernel.declaration.ranks if name in arguments.arguments])
-    leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
-    return _call_of(kernel, arguments, Shell(names, treedef), leaves)
+    bound = kernel.arguments_of(args, kwargs)
+    names = tuple([name for name in kernel.declaration.ranks if name in bound.arguments])
+    leaves, treedef = jax.tree.flatten([bound.arguments[name] for name in names])
+    return _call_of(kernel, bound, Shell(names, treedef), leaves)
 
 
 def bind_leaves(
@@ -619,7 +619,7 @@ def bind_leaves(
 
 
 def _call_of(
-    kernel: KernelSpec, arguments: inspect.BoundArguments, shell: Shell, leaves: list[Any]
+    kernel: KernelSpec, bound: inspect.BoundArguments, shell: Shell, leaves: list[Any]
 ) -> KernelCall:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
@@ -628,7 +628,7 @@ def _call_of(
     """
 
     def make() -> Structure:
-        return _new_structure(kernel, {name: arguments.arguments[name] for name in shell.names})
+        return _new_structure(kernel, {name: bound.arguments[name] for name in shell.names})
 
     structure = kernel.structures.get_or_make(shell, make)
     for name, group in structure.lists:
@@ -641,7 +641,7 @@ def _call_of(
     site, paths = f"{kernel.name}()", structure.paths
     form = Batched() if kernel.preset.batched else ITEM
     return KernelCall(
-        kernel.fun, kernel.name, site, leaves, paths, kernel, arguments, shell, structure, form=form
+        kernel.fun, kernel.name, site, leaves, paths, kernel, bound, shell, structure, form=form
     )
 
 

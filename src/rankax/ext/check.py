@@ -334,7 +334,7 @@ def _without_lost(want: Any, got: Any, kernel: Any, call: KernelCall) -> Any:
 
     A cotangent of 0 times a derivative that is not finite is NaN.
     """
-    args, kwargs = call.arguments.args, call.arguments.kwargs
+    args, kwargs = call.bound.args, call.bound.kwargs
     lost = np.isnan(got) & ~np.isnan(want)
     if lost.any() and any(
         nonfinite(kernel, args, kwargs, 1, gradient=g).count for g in (False, True)

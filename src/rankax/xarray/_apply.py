@@ -136,30 +136,30 @@ def apply(
         axes = tuple(range(-len(reduced), 0))
         kernel = kernel.with_options(reduce_axis=axes)
 
-    def arguments(arrays: Iterable[Any]) -> inspect.BoundArguments:
+    def bound(arrays: Iterable[Any]) -> inspect.BoundArguments:
         values = {**dict(enumerate(call.leaves)), **dict(zip(named, arrays, strict=True))}
-        return bind_leaves(declared, call.shell, [*values.values()], call.others).arguments
+        return bind_leaves(declared, call.shell, [*values.values()], call.others).bound
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
         pairs = zip(named_leaves, data, strict=True)
-        given = arguments(leaf.aligned(x, reduced) for leaf, x in pairs)
-        bound = bind(kernel.spec, given.args, given.kwargs, takes_foreign=True)
-        outs = jax.tree.leaves(kernel.run(bound))
+        passed = bound(leaf.aligned(x, reduced) for leaf, x in pairs)
+        of_data = bind(kernel.spec, passed.args, passed.kwargs, takes_foreign=True)
+        outs = jax.tree.leaves(kernel.run(of_data))
         if not any(isinstance(x, jax.Array) for x in data):
             outs = [np.array(x) if isinstance(x, jax.Array) else x for x in outs]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def on_shapes(*shapes: Any) -> Any:
-        given = arguments(shapes)
-        call = bind(declared, given.args, given.kwargs)
+        passed = bound(shapes)
+        call = bind(declared, passed.args, passed.kwargs)
         return evaluate(call, Options(reduce=reduce, reduce_axis=axes))
 
     # Without the batch dimensions that remain.
     shapes = [leaf.shape(reduced) for leaf in named_leaves]
     find = functools.partial(jax.eval_shape, on_shapes, *shapes)
     if declared.preset.jit and not is_staged():
-        given = arguments(shapes)
-        of_shapes = bind(declared, given.args, given.kwargs, shapes_only=True)
+        passed = bound(shapes)
+        of_shapes = bind(declared, passed.args, passed.kwargs, shapes_only=True)
         out = kept_with_programs(of_shapes, find, "xarray", axes)
     else:
         out = find()

@@ -137,10 +137,9 @@ class Setup:
                 call.lengths = {len(front): count}
             return evaluate(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.
-        given = {**options.values(), "jit": True, "where": None}  # a reduction has its mask
-        spec = self.mapped.with_explicit(given, self.mapped.spec.name).spec
-        arguments = call.arguments
-        call = bind(spec, arguments.args, arguments.kwargs)
+        explicit = {**options.values(), "jit": True, "where": None}  # a reduction has its mask
+        spec = self.mapped.with_explicit(explicit, self.mapped.spec.name).spec
+        call = bind(spec, call.bound.args, call.bound.kwargs)
         return call_ragged(call, self.shared)
 
     def on_item(self, *values: Any) -> Any:
@@ -265,9 +264,9 @@ class Program:
     def nonfinite(self, *values: Any) -> Any:
         """Return which items of a block are not finite."""
         values = jax.tree.map(as_input, values[: len(self.setup.inputs)])  # without indices
-        call, limit = self.setup.call(values).arguments, self.setup.options.memory_limit
+        bound, limit = self.setup.call(values).bound, self.setup.options.memory_limit
         mapped = self.setup.mapped.with_options(memory_limit=limit, progress=False)
-        return mapped.nonfinite(*call.args, **call.kwargs)
+        return mapped.nonfinite(*bound.args, **bound.kwargs)
 
     def digest(self, *values: Any) -> str:
         """Return a digest of the program for values of these shapes, equal in each process."""

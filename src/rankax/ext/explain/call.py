@@ -53,8 +53,8 @@ def plan_of(call: KernelCall, options: Options) -> BatchPlan:
 
         def plan(arrays: list[Any]) -> None:
             tracers = dict(zip(at, arrays, strict=True))
-            bound = shell.call(call.kernel, [tracers.get(i, x) for i, x in enumerate(values)])
-            again = dataclasses.replace(call, leaves=bound.leaves, arguments=bound.arguments)
+            staged = shell.call(call.kernel, [tracers.get(i, x) for i, x in enumerate(values)])
+            again = dataclasses.replace(call, leaves=staged.leaves, bound=staged.bound)
             plans.append(_planned(again, options, place))
 
         jax.eval_shape(plan, shapes)
