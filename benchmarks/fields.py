@@ -80,17 +80,14 @@ def atoms(space: Space) -> Iterator[tuple[str, dict[str, Run]]]:
     lists = space["neighbours"](displacement, 24).allocate(points)
     kernel = space["atom_in"](displacement)
     made = {name: space[f"atoms_by_{by}"](kernel) for name, by in CONTESTANTS.items()}
-    totals = {name: compiled(total, points, lists.idx) for name, (total, _) in made.items()}
+    totals = {name: compiled(total, points, lists.idx) for name, total in made.items()}
     yield f"{len(points):,} atoms, {lists.idx.shape[1]} places in a list: energy", totals
-    forces = {
-        name: compiled(jax.grad(total), points, lists.idx) for name, (total, _) in made.items()
-    }
-    yield "gradient of the energy", forces
-    steps = {
-        name: compiled(space["dynamics"](own, shift), points, lists.idx)
-        for name, (_, own) in made.items()
-    }
-    yield "20 steps of dynamics", steps
+    slopes = {n: compiled(jax.grad(total), points, lists.idx) for n, total in made.items()}
+    yield "gradient of the energy", slopes
+    forces = dict(zip(CONTESTANTS, space["forces"](kernel), strict=True))
+    for words, each in ("20 steps of dynamics", made), ("with a force of each atom", forces):
+        runs = {n: space["dynamics"](own, shift) for n, own in each.items()}
+        yield words, {n: compiled(run, points, lists.idx) for n, run in runs.items()}
 
 
 def likelihood(space: Space) -> Iterator[tuple[str, dict[str, Run]]]:
