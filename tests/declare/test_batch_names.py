@@ -364,6 +364,7 @@ DECLARED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"x": "2 | 3"}, ValueError, "'2 | 3' cannot be read: '2' is no name"),
     ({"x": "#i | 3"}, ValueError, "'#i | 3' cannot be read: '#i' is no name"),
+    ({"x": "_ | 3"}, ValueError, "'_ | 3' cannot be read: '_' is no name"),
     ({"x": "i+1 | 3"}, ValueError, "'i+1 | 3' cannot be read: 'i+1' is no name"),
     ({"x": "i, j | 3"}, ValueError, "'i, j | 3' cannot be read: 'i,' is no name"),
     ({"x": "i | ... 3"}, ValueError, "batch axes without a name need no '...'"),

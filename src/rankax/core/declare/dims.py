@@ -128,7 +128,9 @@ def parse_axes(text: str) -> tuple[tuple[str, ...], str]:
     words = words[1:] if words[:1] == ["..."] else words
     if not bar:
         return (), text
-    problem = next((word for word in words if not word.isidentifier()), None)
+    # "_" is any size in core dimensions, so it would look like an axis of no name.
+    no_names = (word for word in words if not word.isidentifier() or word.startswith("_"))
+    problem = next(no_names, None)
     if problem is not None:
         problem = f"{problem!r} is no name"
     elif twice := [word for word in words if words.count(word) > 1]:
