@@ -115,3 +115,26 @@ def test_one_loop_for_constants_and_one_for_the_rest():
         return y.sum() + sum(every)
 
     np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(by_hand)(x), rtol=1e-4)
+
+
+def test_a_gradient_of_logsumexp_evaluates_an_item_twice():
+    """For the result, on which the weights of items depend, and in the reverse pass."""
+    evaluated = []
+
+    @jax.custom_jvp
+    def observed(x):
+        return jax.pure_callback(evaluated_one, x, x, vmap_method="sequential")
+
+    def evaluated_one(x):
+        evaluated.append(x)
+        return np.asarray(x)
+
+    observed.defjvps(lambda tangent, *_: tangent)
+    fun = chunked_reduce(lambda x: observed(jnp.sin(x)), "logsumexp", 5)
+    gradient = jax.jit(jax.grad(fun))
+    x = jnp.linspace(0.1, 1.0, 20)
+    jax.block_until_ready(gradient(x))
+    evaluated.clear()
+    want = jax.jit(jax.grad(lambda x: jax.nn.logsumexp(jnp.sin(x))))(x)
+    assert_same(gradient(x), want, rtol=1e-5)
+    assert len(evaluated) == 2 * 20

@@ -153,19 +153,29 @@ class LogSumExp(EachLeaf):
         if not has_tangent(aval):
             return (yield from super().differentiable_leaf(aval, row, position))
         dtype = wide(aval.dtype)
-        real = jnp.finfo(dtype).dtype
-
-        def wide_part(outs: list[jax.Array]) -> jax.Array:
-            return jnp.real(outs[position].astype(dtype))
 
         def scaled(outs: list[jax.Array]) -> jax.Array:
             return jnp.exp(outs[position].astype(dtype) - top)
 
-        largest = Accumulation(0, Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max))
-        (state,) = yield Request([largest], (wide_part,), is_constant=True)
-        top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
-        (total,) = yield Request([_sum_of(0, aval, dtype)], (scaled,))
-        return state, total
+        whole = Accumulation(position, LogSumExpOf(aval.shape, dtype))
+        largest, total = yield from alone(whole, is_constant=True)
+        top = jnp.where(jnp.isfinite(largest[..., 0]), largest[..., 0], 0).astype(dtype)
+        sum_from_top = total * jnp.exp(largest - top.real[..., None]).astype(dtype)
+        (again,) = yield Request([_sum_of(0, aval, dtype)], (scaled,))
+        return largest, _known(sum_from_top, again)
+
+
+@jax.custom_jvp
+def _known(value: Any, computed: Any) -> Any:
+    """Return a value that is known; its derivative is that of what computes it once more.
+
+    So the compiler drops that computation, but for its derivative.
+    """
+    del computed
+    return value
+
+
+_known.defjvps(None, lambda tangent, *_: tangent)
 
 
 class MomentsResult(NamedTuple):
