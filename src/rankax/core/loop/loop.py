@@ -163,7 +163,7 @@ def flattened(leaf: Any, axis: int, *, back: bool) -> jax.Array:
     If several loops read one that is differentiated, they share this: nothing may come between
     their reads, whose transposes add to one cotangent in place.
     """
-    flat = lax.optimization_barrier(flatten_items(leaf, axis))
+    flat = flatten_items(leaf, axis)
     return widen(flat) if back else flat
 
 

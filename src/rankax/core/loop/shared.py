@@ -58,7 +58,8 @@ def steps_per_sum(x: jax.Array, jaxpr: Jaxpr) -> int:
         return 0
     if at_most(x.size, SMALL) or at_most(x.size * _LESS, _numbers(jaxpr, _PRODUCTS)):
         return 1
-    return MOST_PLAIN if at_most(x.size, min(_LARGE, _numbers(jaxpr, 1))) else 0
+    is_small = at_most(x.size, _LARGE) and at_most(x.size, _numbers(jaxpr, 1))
+    return MOST_PLAIN if is_small else 0
 
 
 def _numbers(jaxpr: Jaxpr, products: int) -> int:

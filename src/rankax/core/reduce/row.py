@@ -600,7 +600,10 @@ class Row:
         in_groups = any(step.in_groups for step in own) and not level.differentiable
         scattered = in_groups and group_of(level.chunks.steps) > 0
         folds = sinks_of(own, kept, back=self.back, scattered=scattered)
-        parts = self._parts(own, level) if not kept else [level]
+        chunks = (self.back and level.derivative) or level.chunks
+        parts, is_cut = [level], not chunks.even
+        if is_cut and not (kept or level.observer) and self._are_sums_apart(own):
+            parts = [dataclasses.replace(level, chunks=x, derivative=None) for x in chunks.apart]
 
         def loop(*leaves: Any) -> list[Any]:
             # Outputs that are folded have the items of the levels on their last axes, in order.
@@ -613,23 +616,23 @@ class Row:
             place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
             settings: dict[str, Any] = {"below": sizes, "index_dtype": index_dtype(self.size)}
             if len(parts) > 1:
-                settings["flat"] = [
+                flat = [
                     flattened(jnp.asarray(leaf), axis, back=self.back)
                     for leaf, axis in zip(leaves, level.in_axes, strict=True)
                     if axis is not None
                 ]
+                # Otherwise, XLA:CPU copies a cotangent where it gets its shape back.
+                settings["flat"] = lax.optimization_barrier(flat)
 
-            def states_of(part: Level) -> list[Any]:
+            def folded(part: Level) -> list[Any]:
                 group = group_of(part.chunks.steps) if in_groups else 0
                 changes: dict[str, Any] = {"back": self.back, "group": group, **settings}
                 return run_loop(item, leaves, part, axes(place), folds, **changes)
 
-            states, *rest = map(states_of, parts)
-            for more in rest:
-                states = [
-                    step.accumulator.merge(*own)
-                    for step, *own in zip(own, states, more, strict=True)
-                ]
+            states = folded(parts[0])
+            for part in parts[1:]:
+                pairs = zip(own, states, folded(part), strict=True)
+                states = [step.accumulator.merge(*pair) for step, *pair in pairs]
             row = dataclasses.replace(self, leaves=tuple(leaves), levels=(level, *below))
             pairs = zip(own, states, strict=False)
             found = [step.accumulator.found(row, step, state) for step, state in pairs]
@@ -637,17 +640,13 @@ class Row:
 
         return loop
 
-    def _parts(self, steps: Steps, level: Level) -> list[Level]:
-        """Return a level whose tiles overlap as two, if that is faster: its tiles, and the rest.
+    def _are_sums_apart(self, steps: Steps) -> bool:
+        """Whether items that fill no tile are better folded after the loop.
 
         Otherwise, a derivative has a second copy of the kernel in each step. A sum that joins the
         slots of each tile leaves it to a library, which leaves no item out.
         """
-        chunks = (self.back and level.derivative) or level.chunks
-        may = all(step.joins or (self.back and step.accumulator.drifts) for step in steps)
-        if chunks.even or level.observer or not may:
-            return [level]
-        return [dataclasses.replace(level, chunks=x, derivative=None) for x in chunks.apart]
+        return all(step.joins or (self.back and step.accumulator.drifts) for step in steps)
 
     def _item_by_item(
         self, fun: Callable[..., list[Any]], steps: Steps, kept: int, level: Level, each: int
