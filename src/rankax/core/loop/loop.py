@@ -26,7 +26,8 @@ are evaluated twice, and the last chunk overwrites them. In a derivative that wo
 cotangent of 0 is not nothing, because 0 times an infinite derivative is NaN, and a rule may send
 something back for it. So there the last step evaluates its new items only (`with_short_last`): by
 a second copy of the kernel, which takes time to compile. Each copy has a checkpoint of its own, or
-the branches would store what they compute. A sum takes these items after the loop (`Chunks.apart`).
+the branches would store what they compute. Some sums take these items after the loop
+(`Chunks.apart`).
 
 Plain indexing would also be correct, but slow or memory-hungry. An operand that is read by index is
 flat: its mapped axis and all later axes become one before the loop, and a chunk gets its shape back
@@ -90,7 +91,9 @@ def first_start(chunks: Chunks) -> jax.Array:
             f"{kernel_of_call()}: a loop over an axis of {chunks.length} items counts them in 64 "
             'bits; call jax.config.update("jax_enable_x64", True) first'
         )
-    return scalar(chunks.first, index_dtype(chunks.length))
+    first = scalar(chunks.first, index_dtype(chunks.length))
+    # From a known place, a cotangent is padded, and added to all others: not in place.
+    return lax.optimization_barrier(first) if chunks.is_far else first
 
 
 def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:

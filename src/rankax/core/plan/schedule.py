@@ -31,6 +31,7 @@ Shape = tuple[int, ...]
 InAxes = tuple[int | None, ...]
 
 
+_FAR = 2**15  # items
 _MOST_KEYS = 2**32  # jax.random.fold_in takes a number of 32 bits
 
 
@@ -278,6 +279,11 @@ class Chunks:
     def over(self) -> int:
         """How many items the last chunk shares with the one before it."""
         return max(0, self.first + self.steps * self.size - self.length)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether they begin so far along the axis that no cache may hold it."""
+        return self.first > _FAR
 
     @property
     def apart(self) -> list["Chunks"]:

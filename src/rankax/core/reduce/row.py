@@ -601,8 +601,10 @@ class Row:
         scattered = in_groups and group_of(level.chunks.steps) > 0
         folds = sinks_of(own, kept, back=self.back, scattered=scattered)
         chunks = (self.back and level.derivative) or level.chunks
-        parts, is_cut = [level], not chunks.even
-        if is_cut and not (kept or level.observer) and self._are_sums_apart(own):
+        # A sum that joins the slots of each tile leaves it to a library, which leaves no item out.
+        is_joined = not (kept or chunks.even or level.observer) and all(x.joins for x in own)
+        parts = [level]
+        if is_joined:
             parts = [dataclasses.replace(level, chunks=x, derivative=None) for x in chunks.apart]
 
         def loop(*leaves: Any) -> list[Any]:
@@ -615,7 +617,7 @@ class Row:
                 item = vmap_level(item, inner, axes(place))
             place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
             settings: dict[str, Any] = {"below": sizes, "index_dtype": index_dtype(self.size)}
-            if len(parts) > 1:
+            if parts[-1].chunks.is_far:
                 flat = [
                     flattened(jnp.asarray(leaf), axis, back=self.back)
                     for leaf, axis in zip(leaves, level.in_axes, strict=True)
@@ -639,14 +641,6 @@ class Row:
             return [*found, *states[len(own) :]]
 
         return loop
-
-    def _are_sums_apart(self, steps: Steps) -> bool:
-        """Whether items that fill no tile are better folded after the loop.
-
-        Otherwise, a derivative has a second copy of the kernel in each step. A sum that joins the
-        slots of each tile leaves it to a library, which leaves no item out.
-        """
-        return all(step.joins or (self.back and step.accumulator.drifts) for step in steps)
 
     def _item_by_item(
         self, fun: Callable[..., list[Any]], steps: Steps, kept: int, level: Level, each: int
