@@ -93,7 +93,7 @@ def first_start(chunks: Chunks) -> jax.Array:
         )
     first = scalar(chunks.first, index_dtype(chunks.length))
     # From a known place, a cotangent is padded, and added to all others: not in place.
-    return lax.optimization_barrier(first) if chunks.is_far else first
+    return lax.optimization_barrier(first) if chunks.first and chunks.is_far else first
 
 
 def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:

@@ -617,7 +617,7 @@ class Row:
                 item = vmap_level(item, inner, axes(place))
             place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
             settings: dict[str, Any] = {"below": sizes, "index_dtype": index_dtype(self.size)}
-            if parts[-1].chunks.is_far:
+            if is_joined and parts[-1].chunks.is_far:
                 flat = [
                     flattened(jnp.asarray(leaf), axis, back=self.back)
                     for leaf, axis in zip(leaves, level.in_axes, strict=True)
