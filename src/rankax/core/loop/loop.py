@@ -623,8 +623,9 @@ def run_loop(
         return tree.unflatten(run(shared, chunk))
 
     is_long = level.differentiable and not at_most(chunks.steps, MOST_PLAIN)
-    sums = {i: steps_per_sum(x, closed.jaxpr) for i, x in enumerate(operands.shared) if is_long}
-    lent = {i: steps for i, steps in sums.items() if steps}
+    constants = zip(closed.consts, closed.jaxpr.constvars, strict=True) if is_long else ()
+    sums = enumerate([steps_per_sum(*own, closed.jaxpr) for own in constants])
+    lent = {i: steps for i, steps in sums if steps}
     slots = TileSlots(chunks.size, below, index_dtype)
     settings: dict[str, Any] = {"is_short": is_short, "group": group}
     return _scan_chunks(chunk_at, operands, lent, level, chunks, folds, slots, **settings)

@@ -46,12 +46,12 @@ def add_exactly(total: jax.Array, lost: jax.Array, x: jax.Array) -> tuple[jax.Ar
     return total, lost
 
 
-def steps_per_sum(x: jax.Array, jaxpr: Jaxpr) -> int:
+def steps_per_sum(x: jax.Array, var: Any, jaxpr: Jaxpr) -> int:
     """Return how many steps of this program add up the cotangents of a constant plainly; 0: all.
 
     To add exactly takes eight operations for each of its numbers. So in each step, the constant has
-    to be small, or a step has to compute many times as much. A step that computes less than the
-    constant has numbers looks up a few of them, and should do nothing with the others. For a large
+    to be small, or a step has to compute many times as much. A step that looks a few numbers up, or
+    computes less than the constant has numbers, should do nothing with the others. For a large
     constant, its parts and what they lose would take too much memory.
     """
     if is_ref(x) or not has_tangent(x):
@@ -59,7 +59,12 @@ def steps_per_sum(x: jax.Array, jaxpr: Jaxpr) -> int:
     if at_most(x.size, SMALL) or at_most(x.size * _LESS, _numbers(jaxpr, _PRODUCTS)):
         return 1
     is_small = at_most(x.size, _LARGE) and at_most(x.size, _numbers(jaxpr, 1))
-    return MOST_PLAIN if is_small else 0
+    return MOST_PLAIN if is_small and not _is_looked_up(var, jaxpr) else 0
+
+
+def _is_looked_up(var: Any, jaxpr: Jaxpr) -> bool:
+    reads = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("dynamic_slice", "gather")]
+    return any(eqn.invars[0] is var for eqn in reads)
 
 
 def _numbers(jaxpr: Jaxpr, products: int) -> int:
