@@ -155,9 +155,9 @@ def test_the_first_minutes_on_a_gpu_at_small_sizes():
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    tables = run.stdout.split("\n\n| ")[1:]
-    assert run.stdout.startswith("Reductions over 100,000 x 100,000 pairs, in ms\n")
-    assert [table.count("\n|") for table in tables] == [5, 2, 2, 3, 5, 31]
+    parts = [part.split("\n\n") for part in run.stdout.split("\n## ")[1:]]
+    assert parts[0][0] == "Reductions over 100,000 x 100,000 pairs, in ms"
+    assert [len(rows.splitlines()) - 2 for _, rows, *_ in parts] == [4, 1, 1, 2, 4, 1]
     assert "nan" not in run.stdout  # all programs ran, and none was out of memory
 
 
