@@ -118,8 +118,19 @@ def test_a_constant_without_a_derivative_is_not_stored(reduce_axis):
 def test_nothing_is_added_to_numbers_that_no_item_looked_up():
     kernel = auto_vmap(table=1, i=0, chunk_size=2)(lambda table, i: table[i])
     gradient = jax.grad(lambda table: jnp.sum(kernel(table, jnp.arange(100))))
-    assert "rankax_lend" not in str(jax.make_jaxpr(gradient)(jnp.ones(1000)))
+    assert "rankax_add" not in str(jax.make_jaxpr(gradient)(jnp.ones(1000)))
     assert_same(gradient(jnp.ones(1000)), jnp.repeat(jnp.array([1.0, 0.0]), jnp.array([100, 900])))
+
+
+def test_nothing_is_added_to_columns_that_no_row_chose():
+    """A step computes all pairs of some rows, and goes back to one column of each."""
+    near = auto_vmap(x=1, y=1, reduce="min", reduce_axis=-1, chunk_size=4000)
+    kernel = near(lambda x, y: jnp.sum((x - y) ** 2))
+    x, y = (jnp.asarray(DRAW.normal(size=(n, 3)), jnp.float32) for n in (200, 1000))
+    gradient = jax.grad(lambda y: jnp.sum(kernel(x[:, None], y)))
+    assert "rankax_add" not in str(jax.make_jaxpr(gradient)(y))
+    want = jax.grad(lambda y: jnp.sum(jnp.min(jnp.sum((x[:, None] - y[None]) ** 2, -1), -1)))(y)
+    assert_same(gradient(y), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [21, 40, weekly(41), weekly(1003)])
