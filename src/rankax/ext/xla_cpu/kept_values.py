@@ -50,6 +50,7 @@ from rankax.ext.equations import CALLS, FUNCTIONS, LIBRARIES, Operation, operati
 _FUNCTION = 8.0  # operations
 _SIZES = range(4096)  # of values; larger ones are stored for the library that sums them
 _WORTH = 16.0  # operations for each number, from which on it is kept
+_CHEAP = 1.0  # operations, which all readers repeat rather than that one loop becomes two
 
 # Functions that XLA:CPU of JAX 0.12 does not know to be free of side effects; division by a square
 # root is one of them. How many numbers a program may read for each that these compute.
@@ -67,7 +68,9 @@ _INDEXED = {
     *_REDUCTIONS,
     *("concatenate", "dynamic_slice", "gather", "pad", "rev", "slice", "transpose"),
 }
-_SAME = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+_SAME = {
+    *("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "stop_gradient"),
+}
 FREE = {*_INDEXED, *_SAME}
 _STORED = {
     *LIBRARIES,
@@ -122,7 +125,7 @@ def _kept(
     """Return a program with barriers, and the work to compute each output again."""
     readers, of_equations, users = _readers(jaxpr, of_outs)
     work = collections.defaultdict(float, zip(jaxpr.invars, work_of_inputs, strict=True))
-    eqns, kept = [], []
+    eqns, kept, sums = [], [], []
     for eqn, of_inputs in zip(jaxpr.eqns, of_equations, strict=True):
         name, reads = eqn.primitive.name, [readers[v] for v in eqn.outvars]
         # One loop computes a value once, so each of its readers has a part of the work.
@@ -140,13 +143,18 @@ def _kept(
         elif name in _BODIES:
             eqn = with_subprograms(eqn, functools.partial(_kept_in_body, sizes=sizes))
         elif _is_fused(eqn):
-            costs = [_work(eqn, inputs)]
+            # XLA computes a sum before the loop that broadcasts what is made of it.
+            is_spread = len(reads[0]) == 1 and sum(reads[0].values()) > 1
+            pairs = zip(eqn.invars, inputs, strict=True)
+            costs = [_work(eqn, [0.0 if is_spread and v in sums else w for v, w in pairs])]
+            is_sum = name in _REDUCTIONS or (name in _SAME and eqn.invars[0] in sums)
+            sums += eqn.outvars if is_sum else []
         eqns.append(eqn)
         for v, loops, cost in zip(eqn.outvars, reads, costs, strict=True):
             again = sum(loops.values()) - 1
             # XLA stores a sum that is used again, and a function whose result is broadcast.
             is_stored = name in _REDUCTIONS or (name in _SLOW and len(loops) == 1)
-            if again * cost >= _WORTH and name not in _SAME and not is_stored:
+            if cost > _CHEAP and again * cost >= _WORTH and name not in _SAME and not is_stored:
                 is_stored = has_tangent(v.aval) and v.aval.size in sizes
                 kept += [v] if is_stored else []
             work[v] = 0.0 if again > 0 and is_stored else cost
