@@ -241,7 +241,8 @@ def fit_apart(trace: Traced) -> tuple[Traced, Fitted]:
         if not (fitted.plan.has_loop or fitted.plan.walked or options.fused):
             return trace, fitted
     is_asked = options.hoist and not (options.batched or trace.call.lengths or trace.part.is_empty)
-    apart = once.hoist(trace.item, trace.part) if is_asked else None
+    by_number = options.rules.by_number and not options.fused
+    apart = once.hoist(trace.item, trace.part, by_number=by_number) if is_asked else None
     if apart is None or not memory.has_room(options, apart.bytes):
         return trace, fitted or fit(trace)
     trace = trace._replace(apart=apart)
@@ -297,7 +298,7 @@ def _nest(
     for piece in trace.apart.hoisted:
         _, in_lanes = lanes.planner(piece.item, of_map, piece.plan)
         tiles = options.rules.tiles(piece.item.closed.jaxpr, 0)
-        plan_of_piece = piece.plan.cut(options.most, tiles)
+        plan_of_piece = piece.plan.cut(options.most if piece.is_dear else None, tiles)
         if in_lanes and not options.lockstep:
             plan_of_piece = in_lanes(options.chunk_size)
         inputs = piece.plan.mapped

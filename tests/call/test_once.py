@@ -404,6 +404,98 @@ def test_pairs_of_numbers_are_those_of_one_chunk(reduce):
     assert_same(got, want, rtol=1e-4, atol=1e-4)
 
 
+# Vectors of which an item reads numbers.
+
+
+def by_index(x, y):
+    return jnp.cosh(x[0] - y[2]) * y[-1] + jnp.exp(-((x[1] - y[0]) ** 2))
+
+
+def unpacked(x, y):
+    a, b, c = x
+    (p, q), (r, _) = y
+    return jnp.sqrt(1 + (a - p) ** 2 + (b - q) ** 2) * r - c
+
+
+READERS = {
+    "by index": (by_index, X[:, None], Y),
+    "unpacked": (unpacked, X[:, None], jnp.asarray(R.normal(size=(29, 2, 2)), jnp.float32)),
+    "of two axes": (by_index, X[:, None], jnp.asarray(R.normal(size=(4, 1, 29, 3)), jnp.float32)),
+    "one is a number": (lambda x, y: jnp.sin(x * y[0]) * y[1], X[:, :1], Y),
+    "a tree": (
+        lambda x, y: y["a"][1] / (1 + (x[0] - y["b"]) ** 2),
+        X[:, None],
+        {"a": Y, "b": Y[:, 0]},
+    ),
+}
+
+
+REDUCTIONS = "sum", "max", "logsumexp", "argmin", TopK(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce"),
+    [
+        pair if pair in (("by index", "max"), ("unpacked", "sum")) else slow(*pair)
+        for pair in itertools.product(READERS, REDUCTIONS)
+    ],
+)
+def test_items_that_read_numbers_are_those_of_one_chunk(name, reduce):
+    fun, x, y = READERS[name]
+    ranks = {"one is a number": (0, 1), "a tree": (1, {"a": 1, "b": 0}), "unpacked": (1, 2)}
+    options = {"reduce": reduce, "reduce_axis": -1, "chunk_size": 50}
+    kernel = auto_vmap(*ranks.get(name, (1, 1)), **options)(fun)
+    if Options().rules is not NO_RULES:
+        assert any("numbers of y" in note for note in kernel.plan(x, y).notes)
+    whole = kernel.with_options(chunk_size=None)
+    assert_same(kernel(x, y), whole(x, y), rtol=1e-5, atol=1e-5)
+    if reduce == "argmin":
+        return
+
+    def loss(call):
+        def of(x, y):
+            outs = [leaf for leaf in jax.tree.leaves(call(x, y)) if leaf.dtype == x.dtype]
+            return sum(jnp.sum(leaf**2) for leaf in outs)
+
+        return of
+
+    of_first = [jax.grad(loss(own), (0, 1)) for own in (kernel, whole)]
+    assert_same(*(jax.jit(f)(x, y) for f in of_first), rtol=1e-3, atol=1e-3)
+    of_second = [jax.grad(lambda x, f=f: jnp.sum(f(x, y)[0] ** 2)) for f in of_first]
+    assert_same(*(jax.jit(f)(x) for f in of_second), rtol=1e-3, atol=1e-3)
+
+
+@tuned
+def test_numbers_of_vectors_are_read_before_the_loop():
+    def in_loops(kernel, x, y):
+        program = jax.make_jaxpr(kernel)(x, y).jaxpr
+        return [each for each in operations(program) if each.name == "slice" and each.times > 1]
+
+    pairs = X[:, None], jnp.tile(Y, (40, 1))
+    kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=-1)(by_index)
+    assert not in_loops(kernel, *pairs)
+    assert in_loops(kernel.with_options(hoist=False), *pairs)
+    plan = kernel.plan(*pairs)
+    assert plan.notes[-1] == "numbers of y: once for each of 1160, 13 kB"
+    assert [leaf.path for leaf in plan.leaves] == ["x", "y"]
+    assert str(plan).count("mapping y, reduced") == 1
+
+
+@tuned
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        auto_vmap(1, 1, chunk_size=50)(by_index),  # a map
+        auto_vmap(1, 1, reduce="sum", reduce_axis=-1)(lambda x, y: x[0] * jnp.sum(y)),
+        auto_vmap(1, 1, reduce="sum", reduce_axis=-1)(lambda x, y: x[0] * y),
+        auto_vmap(1, 1, reduce="sum", reduce_axis=-1, hoist=False)(by_index),
+    ],
+    ids=["a map", "the whole vector is read", "items are vectors", "hoist=False"],
+)
+def test_numbers_of_vectors_are_read_by_items_otherwise(kernel):
+    assert "numbers of" not in str(kernel.plan(X[:, None], jnp.tile(Y, (40, 1))))
+
+
 @tuned
 def test_pairs_of_numbers_do_not_drift():
     """In tiles of one row, the cotangents of 20,000 rows were 1.7e-4 off."""

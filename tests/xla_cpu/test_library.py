@@ -196,7 +196,18 @@ def test_sines_are_left_to_the_library():
     chosen = total(lambda x: jnp.where(x > 0, jnp.sin(x), x))
     assert "cpu_math" in str(chosen.plan(SINES))
     assert chosen.plan(SINES).levels[0].tile <= 1024
-    assert not is_in_library(chosen, SINES)  # if it is: see `_makes_numbers_of_sines`
+    assert not is_in_library(chosen, SINES)  # if it is: see `_makes_numbers_one_by_one`
+
+
+def test_functions_that_xla_evaluates_one_by_one_are_left_to_the_library():
+    def tile(fun):
+        return auto_vmap(0, reduce="sum")(fun).plan(SINES).levels[0].tile
+
+    for fun in (jnp.log1p, jnp.arctan, jnp.expm1, jax.lax.lgamma, jax.lax.erf_inv, jnp.tan):
+        assert tile(fun) > 4096
+        assert tile(lambda x, fun=fun: jnp.exp(-x) * fun(x * x)) > 4096
+    for fun in (jnp.exp, jnp.log, jnp.sqrt, jnp.tanh, jax.lax.erf, jnp.cbrt):  # as fast or faster
+        assert tile(fun) <= 1024
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp"])

@@ -137,6 +137,7 @@ class Rules:
     """
 
     most_reduced: int | None = None  # how many items a reduction evaluates at once, at most
+    by_number: bool = False  # whether items take the numbers that they read of small vectors
 
     def tiles(self, jaxpr: Jaxpr, updated: int) -> Tiles:
         """Return how many items are best evaluated at once.

@@ -95,7 +95,8 @@ def _notes(trace: Traced, plan: Plan) -> tuple[str, ...]:
     notes += once.notes(trace.apart.hoisted, plan) if trace.apart else []
     notes += _notes_of_masks(trace)
     notes += devices.notes(trace.place, options)
-    if options.reduce is None or not options.rules.tiles(jaxpr, 0).reduced:
+    walked, _ = trace.walked
+    if options.reduce is None or not options.rules.tiles(walked.closed.jaxpr, 0).reduced:
         notes += cpu_math.notes(options, jaxpr)
     return (*notes, *memory.notes(options, jaxpr, plan))
 

@@ -6,15 +6,15 @@ The tile is how many items a CPU evaluates at once. ``chunk_size`` is only an up
 A tile has as many items as have their values in half of the second-level cache of a core; in a
 derivative, which also computes cotangents, in a quarter of it. It has not so many that a short sum
 goes to a library that XLA:CPU calls for sums, maxima and minima of 4096 numbers or more, unless it
-is one of sines: the library needs its operand stored first, and is faster for long rows only. It
-has at least 512 where each tile calls LAPACK, sorts or transforms, and 16 where it convolves,
-because such a call costs about as much as it takes for so many small items; and 128 where it reads
-a matrix for all of them that does not fit the cache.
+is one of sines or their like: the library needs its operand stored first, and is faster for long
+rows only. It has at least 512 where each tile calls LAPACK, sorts or transforms, and 16 where it
+convolves, because such a call costs about as much as it takes for so many small items; and 128
+where it reads a matrix for all of them that does not fit the cache.
 
 A reduction has at most 1024 items in a tile, which keeps its running states in the cache; 8192 if
-the library is to evaluate sines of numbers, which needs 4096. One that adds a matrix in each tile
-(`Gram`) has at least as many as the matrix has rows, or the sum of matrices would take longer than
-the products.
+the library is to evaluate sines of numbers or their like, which needs 4096. One that adds a matrix
+in each tile (`Gram`) has at least as many as the matrix has rows, or the sum of matrices would take
+longer than the products.
 
 Where an array has a kept axis after a reduced one, as in a sum along axis 0, each step takes one
 item of the reduced axis and all of the kept one, if these have their values in the cache and
@@ -27,10 +27,13 @@ stored, and a loop of XLA adds it to the slots. So `_joined` joins them. With JA
 of eleven such kernels take 0.67 to 0.86 times as long, of two with a function that XLA evaluates
 number by number 0.09 and 0.33, and of three that are cheap 1.2 times, as long as by `jax.vmap`.
 
-The library has sines and cosines in vectors, which XLA:CPU calls from C for each number. So sums of
-what they make of numbers are joined, too, in tiles that are long enough for the library: they take
-0.11 to 0.21 times as long, gradients 0.56 to 0.63. The library makes no choice, such as to leave an
-item out. So what fills no tile is evaluated after the loop.
+The library has sines and cosines in vectors, which XLA:CPU calls from C for each number, and more
+functions that a loop of XLA evaluates one by one, or nearly (`_ONE_BY_ONE`; exponentials, roots and
+logarithms are none). So sums of what they make of numbers are joined, too, in tiles that are long
+enough for the library: sums of such functions take 0.1 to 0.9 times as long, 0.4 in the median,
+gradients 0.2 to 1.0 and 0.65; kernels of densities, spectra and angles 0.1 to 0.6 and 0.2 to 0.8.
+The library makes no choice, such as to leave an item out. So what fills no tile is evaluated after
+the loop.
 
 The tile must be known before the levels of a plan are cut. So a chunked kernel is traced first, and
 the same program is then mapped: a call still traces it once. `plan` traces it, too. A batch that
@@ -83,14 +86,18 @@ DEFAULT = switch("RANKAX_XLA_CPU", default=True)
 # Tiles.
 
 _MOST_REDUCED = 1024
-_MOST_OF_SINES = 2 * library.LIBRARY_FROM  # in a reduction that leaves them to the library
-_SINES = {"cos", "sin"}  # which XLA evaluates number by number, and the library many at once
+_MOST_IN_LIBRARY = 2 * library.LIBRARY_FROM  # in a reduction that leaves functions to the library
+# Functions that XLA evaluates number by number, or nearly, and the library many at once.
+_ONE_BY_ONE = {
+    *("acosh", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf_inv", "expm1", "lgamma"),
+    *("log1p", "sin", "sinh", "tan"),
+}
 _LONG = 16  # numbers for each result, from which on the library is faster than a loop
 # The least number of items, where each tile calls these.
 _LEAST = {**dict.fromkeys(LIBRARIES, 512), "conv_general_dilated": 16}
 _LEAST_OF_LARGE = 128  # items for which a matrix is read that does not fit the cache
 _FORWARD, _DERIVATIVE = 1 / 2, 1 / 4  # of the cache
-_MAY_JOIN = {"dot_general", *_SINES}
+_MAY_JOIN = {"dot_general", *_ONE_BY_ONE}
 _CALLS = {*CALLS, *RULES}
 _PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
@@ -104,8 +111,8 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
     # A tile has as many values as the state that it updates, or the update takes longer.
     size = bytes_of_item(jaxpr)
     names = {each.name for each in found}
-    sines = set[int]() if names.isdisjoint(_SINES) else _of_sines(jaxpr)
-    sums = [each for each in found if not sines or sines.isdisjoint(map(id, each.eqn.invars))]
+    slow = set[int]() if names.isdisjoint(_ONE_BY_ONE) else _made_one_by_one(jaxpr)
+    sums = [each for each in found if not slow or slow.isdisjoint(map(id, each.eqn.invars))]
     short = max(map(_numbers_of_short_sum, sums), default=0)
     most = (library.LIBRARY_FROM - 1) // short if short else None
     least = max((_LEAST.get(each.name, 1) for each in found), default=1)
@@ -120,7 +127,7 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
     is_flat = all(v.aval.ndim <= 1 for v in jaxpr.invars) and least == 1
     may_cross = is_flat and not updated and library.IS_TUNED
     across = _cache_bytes() // max(1, size) if may_cross else 0
-    most_reduced = _MOST_OF_SINES if sines and _makes_numbers_of_sines(found) else None
+    most_reduced = _MOST_IN_LIBRARY if slow and _makes_numbers_one_by_one(found) else None
     return Tiles(tile(_FORWARD), tile(_DERIVATIVE), across=across, reduced=most_reduced)
 
 
@@ -186,14 +193,15 @@ def _numbers_of_product(operation: Operation) -> int:
 def _joined(step: Accumulation, jaxpr: Jaxpr, moving: set[Any]) -> Accumulation:
     """Return a sum that joins the slots of each tile, if the library then computes more.
 
-    A tile is a product of matrices, one of which the row shares, or all items do; or it has sines.
+    A tile is a product of matrices, one of which the row shares, or all items do; or it has
+    functions that XLA evaluates one by one.
     """
     is_sum = isinstance(step.accumulator, Elementwise | LogSumExpOf) and step.accumulator.drifts
     if not is_sum or _names(jaxpr).isdisjoint(_MAY_JOIN):
         return step
     found = operations(jaxpr, moving)
     products = [each for each in found if each.name == "dot_general" and sum(each.varying) == 1]
-    pays = products or _makes_numbers_of_sines(found)
+    pays = products or _makes_numbers_one_by_one(found)
     return dataclasses.replace(step, joins=True) if pays else step
 
 
@@ -204,22 +212,22 @@ def _names(jaxpr: Jaxpr) -> set[str]:
     return names.union(*[_names(program) for eqn in calls for program in subprograms(eqn)])
 
 
-def _makes_numbers_of_sines(found: Sequence[Operation]) -> bool:
-    """Whether an item computes numbers only, with sines, and chooses none.
+def _makes_numbers_one_by_one(found: Sequence[Operation]) -> bool:
+    """Whether an item computes numbers only, some of them one by one, and chooses none.
 
     The library does not choose, and XLA does not hand it what it reads of a vector.
     """
     values = [v.aval for each in found for v in (*each.eqn.invars, *each.eqn.outvars)]
-    sines = [each.eqn.outvars[0].aval.dtype for each in found if each.name in _SINES]
+    slow = [each.eqn.outvars[0].aval.dtype for each in found if each.name in _ONE_BY_ONE]
     is_plain = not any(getattr(aval, "shape", ()) for aval in values)
-    return jnp.float32 in sines and is_plain and all(each.name != "select_n" for each in found)
+    return jnp.float32 in slow and is_plain and all(each.name != "select_n" for each in found)
 
 
-def _of_sines(jaxpr: Jaxpr) -> set[int]:
-    """Return the values of an item that depend on sines."""
+def _made_one_by_one(jaxpr: Jaxpr) -> set[int]:
+    """Return the values of an item that depend on functions that XLA evaluates one by one."""
     found: set[int] = set()
     for eqn in jaxpr.eqns if library.IS_TUNED else ():
-        if eqn.primitive.name in _SINES or not found.isdisjoint(map(id, eqn.invars)):
+        if eqn.primitive.name in _ONE_BY_ONE or not found.isdisjoint(map(id, eqn.invars)):
             found.update(map(id, eqn.outvars))
     return found
 
@@ -231,6 +239,7 @@ class XlaCpu(Rules):
     """The rules. Before JAX 0.12, only those for tiles and extremes hold."""
 
     most_reduced = _MOST_REDUCED
+    by_number = library.IS_TUNED
 
     def tiles(self, jaxpr: Jaxpr, updated: int) -> Tiles:
         return best_tiles(jaxpr, updated)
