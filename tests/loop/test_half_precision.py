@@ -8,6 +8,7 @@ import pytest
 
 from helpers import slow, weekly
 from rankax import Ragged, auto_vmap, checkpoint_chunked_scan, sliced_scan
+from rankax.ext.equations import operations
 
 MANY = 5000
 CHUNKS = [1, 2, 16, 77, 1000, weekly(None)]
@@ -150,3 +151,32 @@ def test_a_matrix_is_rounded_once_a_chunk(dtype):
     gradient = jax.grad(lambda w: kernel(w, x))(w)
     exact = np.repeat(wide(x).sum(0)[:, None], 12, 1)
     np.testing.assert_allclose(wide(gradient), exact, rtol=2 * float(jnp.finfo(dtype).eps))
+
+
+@dtypes
+@pytest.mark.parametrize("chunk_size", [slow(64), "auto"])
+def test_pairs_that_multiply_are_products_of_matrices_backward(chunk_size, dtype):
+    """Each pair had a cotangent of its own for each factor: 12 times the time of `jax.vmap`."""
+    x, y = drawn(dtype, 512, 16), drawn(dtype, 384, 16)
+    kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=1, chunk_size=chunk_size)
+    kernel = kernel(lambda x, y: jnp.exp(x @ y / 16))
+
+    def loss(x, y):
+        return total(kernel(x[:, None], y))
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    largest = max(size_of_largest(jax.make_jaxpr(gradient)(x, y).jaxpr), x.size, y.size)
+    assert largest <= 256 * 256  # not of 16 numbers for each pair of a tile
+    in_float32 = jax.grad(
+        lambda x, y: jnp.sum(jnp.exp(x @ y.T / 16)),
+        (0, 1),
+    )(x.astype(jnp.float32), y.astype(jnp.float32))
+    for found, exact in zip(gradient(x, y), in_float32, strict=True):
+        np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=0.03)
+
+
+def size_of_largest(jaxpr):
+    """Return how many numbers the largest array has that a program computes in a loop."""
+    each = operations(jaxpr)
+    inside = [v.aval.size for own in each if own.times > 1 for v in own.eqn.outvars]
+    return max(inside, default=0)

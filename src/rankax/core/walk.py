@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from rankax.core.base.arrays import in_32_bits, is_narrow, is_plain
 from rankax.core.loop.loop import map_level, on_explicit_mesh
-from rankax.core.loop.shared import narrowed
+from rankax.core.loop.shared import is_multiplied, narrowed
 from rankax.core.loop.spec import number_items, vmap_level
 from rankax.core.plan.schedule import Level, Plan, at_most
 from rankax.core.protocols import NO_RULES, Observer, Pass, Rules, Walker
@@ -354,12 +354,15 @@ class _Walk:
         def item(*leaves: Any) -> list[Any]:
             def own(x: Any, var: Any) -> Any:
                 dtype = var.aval.dtype
-                return x if x.dtype == dtype else narrowed(x, dtype, leaves if each else ())
+                if x.dtype == dtype:
+                    return x
+                return narrowed(x, dtype, leaves if each and var not in multiplied else ())
 
             values = [own(x, v) for x, v in zip((*consts, *leaves), variables, strict=True)]
             return self._with(values[: len(consts)])(*values[len(consts) :])
 
-        variables = [*jaxpr.constvars, *jaxpr.invars]
+        variables, mapped = [*jaxpr.constvars, *jaxpr.invars], self._mapped_inputs
+        multiplied = [v for i in mapped if is_multiplied(v := jaxpr.invars[i], jaxpr)]
         return item if any(is_narrow(v.aval) for v in variables) else self._with(consts)
 
     def serves_both(self, operands: Operands) -> bool:

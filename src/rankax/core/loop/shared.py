@@ -67,6 +67,12 @@ def _is_looked_up(var: Any, jaxpr: Jaxpr) -> bool:
     return any(eqn.invars[0] is var for eqn in reads)
 
 
+def is_multiplied(var: Any, jaxpr: Jaxpr) -> bool:
+    """Whether a program multiplies a matrix or vector, of which a product adds the cotangents."""
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    return any(v is var for eqn in products for v in eqn.invars)
+
+
 def _numbers(jaxpr: Jaxpr, products: int) -> int:
     """Return about how many numbers a program computes, so many ``products`` counted as one."""
     total = 0
@@ -110,7 +116,8 @@ def narrowed(x: Any, dtype: Any, items: Sequence[Any]) -> Any:
     """Return what an item takes of an array `in_32_bits`, in which its cotangents are added.
 
     A small array is mapped along each axis of a `jax.vmap` that maps one of the ``items``, so that
-    each item has a cotangent of its own. Of a large one, a chunk has one, which is rounded.
+    each item has a cotangent of its own. Without ``items``, a chunk has one, which is rounded; so
+    it has of a large array.
     """
     x = _in_each.bind(x, *items)[0] if items and at_most(x.size, SMALL) else x
     return x.astype(dtype)
