@@ -240,9 +240,11 @@ def fit_apart(trace: Traced) -> tuple[Traced, Fitted]:
         fitted = fit(trace)
         if not (fitted.plan.has_loop or fitted.plan.walked or options.fused):
             return trace, fitted
-    is_asked = options.hoist and not (options.batched or trace.call.lengths or trace.part.is_empty)
-    by_number = options.rules.by_number and not options.fused
-    apart = once.hoist(trace.item, trace.part, by_number=by_number) if is_asked else None
+    is_filled = options.reduce is None and trace.call.lengths  # each item says what it sends back
+    is_asked = options.hoist and not (options.batched or is_filled or trace.part.is_empty)
+    more = {"by_number": options.rules.by_number and not options.fused}
+    more["is_gated"] = once.is_gated(trace.item, options.reduce)
+    apart = once.hoist(trace.item, trace.part, **more) if is_asked else None
     if apart is None or not memory.has_room(options, apart.bytes):
         return trace, fitted or fit(trace)
     trace = trace._replace(apart=apart)
@@ -294,7 +296,6 @@ def _nest(
         return walk_of(plan, options, trace.whole.mapped, **how)
     first: list[Nest] = []
     of_map = options.replace(reduce=None, fused=False)
-    chooses = options.reduce is not None and options.reduce.chosen(trace.item.outputs) > 0
     for piece in trace.apart.hoisted:
         _, in_lanes = lanes.planner(piece.item, of_map, piece.plan)
         tiles = options.rules.tiles(piece.item.closed.jaxpr, 0)
@@ -302,10 +303,8 @@ def _nest(
         if in_lanes and not options.lockstep:
             plan_of_piece = in_lanes(options.chunk_size)
         inputs = piece.plan.mapped
-        passes = once.unless_unused_of(piece.item) if chooses else ()
-        nest = walk_of(plan_of_piece, of_map, inputs, *passes, differentiable=differentiable)
-        first.append(nest)
-    before = once.Before(trace.part, trace.apart.chosen, tuple(first))
+        first.append(walk_of(plan_of_piece, of_map, inputs, differentiable=differentiable))
+    before = once.Before(trace.part, trace.apart.chosen, tuple(first), trace.apart.is_gated)
     return walk_of(plan, options, trace.apart.plan.mapped, before=before, **how)
 
 

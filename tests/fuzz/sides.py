@@ -67,10 +67,11 @@ PARTS = {
     "noise": lambda v, w, key: v + jax.random.normal(key, v.shape, v.dtype),
     "same noise": lambda v, w, key: v * jax.random.normal(jax.random.key(3), v.shape, v.dtype),
     "root": lambda v, w, key: jnp.sqrt(jnp.tanh(v @ w) @ w[0] + v),  # NaN, unless left out
+    "log": lambda v, w, key: jnp.log(jax.nn.relu(v + 0.6)) + jnp.tanh(v @ w) @ w.T,  # -inf, too
     "ended": lambda v, w, key: ended(v),
 }
 # In plain JAX, too: no reverse mode of the one, nothing forward of the other.
-ONLY_FORWARD, ONLY_REVERSE, ONLY_WHERE = {"ended"}, {"vjp rule"}, {"root"}
+ONLY_FORWARD, ONLY_REVERSE, ONLY_WHERE = {"ended"}, {"vjp rule"}, {"root", "log"}
 
 # From two vectors to a vector.
 JOINS = {
@@ -122,7 +123,7 @@ class Sides:
     layout: str = "pairs"
     reduce: str | None = None
     axis: Any = None
-    where: bool = False
+    where: str | None = None  # what says which items count: an output, or an argument
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     transformation: str = "value"
     jit: bool = True
@@ -138,24 +139,27 @@ class Sides:
             for name in () if n else self.of_two:
                 one = PARTS[name](one, w, keys[0])
         out = {"a": jnp.sum(jnp.sin(one)), "v": one, "side": sides[0][0]}
-        return out | ({"ok": _counts(args)} if self.where else {})
+        return out | ({"ok": _counts(args)} if self.where == "output" else {})
 
     def mine(self, w: Any, keys: Any, *args: Any) -> Any:
-        return self.kernel(w)(*args, *keys)
+        given = {"ok": _counts(args)} if self.where == "argument" else {}
+        return self.kernel(w)(*args, *keys, **given)
 
     def kernel(self, w: Any, **options: Any) -> Any:
         n, reduce = len(self.parts), {}
         if self.reduce:
             how = {"a": self.reduce, "v": "sum", "side": "mean"}
-            how |= {"ok": "any"} if self.where else {}
+            how |= {"ok": "any"} if self.where == "output" else {}
             reduce = {"reduce": how, "reduce_axis": self.axis}
         reduce |= {"where": "ok"} if self.where else {}
         given = {**self.options, **options}
         if "devices" in given:
             given["devices"] = min(given["devices"], jax.device_count())
 
-        @auto_vmap(*[1] * n, *[0] * n, **reduce, **given)
-        def kernel(*both: Any) -> Any:
+        ranks = {"ok": 0} if self.where == "argument" else {}
+
+        @auto_vmap(*[1] * n, *[0] * n, **ranks, **reduce, **given)
+        def kernel(*both: Any, ok: Any = None) -> Any:  # noqa: ARG001
             return self.item(*both[:n], w=w, keys=both[n:])
 
         return kernel
@@ -194,7 +198,7 @@ class Sides:
             "v": jnp.sum(outs["v"], axes, where=ok[..., None]),
             "side": jnp.mean(outs["side"], axes, where=ok),
         }
-        return found | ({"ok": jnp.any(ok, axes)} if self.where else {})
+        return found | ({"ok": jnp.any(ok, axes)} if self.where == "output" else {})
 
     def check(self) -> None:
         """Compare what rankax returns with nested maps."""
@@ -254,7 +258,7 @@ class Sides:
         for name in self.options:
             less = {n: x for n, x in self.options.items() if n != name}
             yield dataclasses.replace(self, options=less)
-        plain = {"of_two": (), "reduce": None, "axis": None, "where": False, "jit": True}
+        plain = {"of_two": (), "reduce": None, "axis": None, "where": None, "jit": True}
         plain |= {"transformation": "value", "joins": ("product",) * len(self.joins)}
         for name, value in plain.items():
             is_safe = name != "where" or not ONLY_WHERE & self.names()
@@ -267,7 +271,12 @@ class Sides:
 
 
 def _counts(args: Any) -> Any:
-    return jnp.min(args[0]) > -0.6 if len(args) > 2 else args[0][0] + args[1][1] > -0.3
+    """Say whether an item counts, or each of a batch."""
+    if len(args) > 2:
+        return jnp.min(args[0], -1) > -0.6
+    a, b = args[0][..., 0], args[1][..., 1]
+    shape = jnp.broadcast_shapes(a.shape, b.shape)
+    return jnp.broadcast_to(a, shape) + jnp.broadcast_to(b, shape) > -0.3
 
 
 def _mapped(call: Any, axes: list[Any], length: int) -> Any:
@@ -286,7 +295,7 @@ def draw(seed: int, kind: str = "sides") -> Sides:
     layout = rng.choice([*LAYOUTS, "pairs", "pairs"])
     shapes, axes = LAYOUTS[layout]
     transformation = rng.choice(TRANSFORMATIONS)
-    where = rng.random() < 0.2
+    where = rng.random() < 0.3
     without = set() if where and rng.random() < 0.5 else ONLY_WHERE
     without = without | (ONLY_REVERSE if transformation in ("jvp", "hessian") else set())
     without = without | (set() if transformation in ("value", "jvp") else ONLY_FORWARD)
@@ -315,7 +324,7 @@ def draw(seed: int, kind: str = "sides") -> Sides:
         layout,
         reduce,
         rng.choice(axes) if reduce else None,
-        where and reduce is not None,
+        rng.choice(["output", "argument"]) if where and reduce else None,
         options,
         transformation,
         rng.random() < 0.8,

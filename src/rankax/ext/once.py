@@ -15,21 +15,22 @@ library computes, counts as sixteen for each number. Its results must not take m
 `_MOST_BYTES`, or `_PER_ARGUMENT` times what the arguments and outputs of the call take; larger ones
 are computed again for each row and each column of a tile (`with_sides`).
 
-Of a reduction that chooses items, a derivative evaluates the chosen ones again and sends nothing to
-the others; nor is anything sent to an item of a piece that no chosen one reads (`UnlessUnused`).
+A reduction that chooses items, or leaves some out (``where=``), sends nothing back to the others.
+Nor does it to an item of a piece that none of the rest reads (`unless_unused`): 0 times an infinite
+derivative would be NaN.
 
 If all that a reduction over pairs reads of its vectors is numbers, as in ``y[2] * cos(x * y[0])``,
 these are read once, too: the rest computes with numbers only, which XLA:CPU does in vectors along
 the items of a tile (`with_sides`). Sums of eight such kernels take 0.12 to 1.1 times as long, their
 gradients 0.35 to 1.0 times, and 0.52 in the median.
 
-What has effects, calls back, or draws from a key of its own item stays where it is. So does all of
-an item that says whether it counts (``where=``): its pieces could send NaN back.
+What has effects, calls back, or draws from a key of its own item stays where it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -38,17 +39,26 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from rankax.core.base.arrays import has_tangent, is_narrow
+from rankax.core.base.arrays import is_narrow, is_plain
 from rankax.core.declare.dims import Rank
-from rankax.core.plan.schedule import LeafPlan, Plan, Tiles, at_most, broadcast, leaf_plan
-from rankax.core.trace.programs import ItemProgram, evaluate, with_shape, with_variables
+from rankax.core.plan.schedule import (
+    InAxes,
+    LeafPlan,
+    Plan,
+    Shape,
+    Tiles,
+    at_most,
+    broadcast,
+    leaf_plan,
+)
+from rankax.core.reduce.run import Reductions
+from rankax.core.trace.programs import ItemProgram, with_variables
 from rankax.core.walk import Nest
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, cost, numbers_of
 from rankax.ext.reductions.unused import unless_unused
 
 _FUNCTION = 16  # operations
 _INDEXING = {"reshape", "slice", "squeeze", "unstack"}
-_FEW_SHARED = 64  # numbers of which each item of a piece may have a cotangent of its own
 _LEAST_PER_NUMBER, _LEAST_SHARE = 8, 1 / 16  # operations, and of those of an item
 _MOST_BYTES, _PER_ARGUMENT = 2**26, 8
 
@@ -89,6 +99,7 @@ class Apart(NamedTuple):
     hoisted: tuple[Hoisted, ...]
     plan: Plan  # of the rest, without chunks
     item: ItemProgram  # the rest
+    is_gated: bool  # whether some results of pieces may go unused
 
     @property
     def chosen(self) -> Chosen:
@@ -230,8 +241,21 @@ def share(jaxpr: Jaxpr, variable: Any) -> float:
     return work / cost(jaxpr.eqns, _operations) if work >= _LEAST_PER_NUMBER else 0
 
 
+def is_gated(item: ItemProgram, reductions: Reductions | None) -> bool:
+    """Whether some items send nothing back."""
+    if reductions is None:
+        return False
+    counts = any(own.mask is not None for own in item.outputs)
+    return counts or reductions.chosen(item.outputs) > 0
+
+
 def hoist(
-    item: ItemProgram, plan: Plan, chosen: Chosen | None = None, *, by_number: bool = False
+    item: ItemProgram,
+    plan: Plan,
+    chosen: Chosen | None = None,
+    *,
+    is_gated: bool,
+    by_number: bool = False,
 ) -> Apart | None:
     """Take the pieces out of an item that are worth it, or those ``chosen`` before.
 
@@ -241,8 +265,7 @@ def hoist(
     without them do, have the same pieces.
     """
     jaxpr = item.closed.jaxpr
-    counts = any(own.mask is not None for own in item.outputs)
-    if counts or not _has_sides(plan, jaxpr):
+    if not _has_sides(plan, jaxpr):
         return None
     is_by_number = by_number if chosen is None else not all(dear for _, dear in chosen)
     indexing = _indexing(jaxpr, plan) if is_by_number else ()
@@ -255,6 +278,10 @@ def hoist(
         reads = [v for v in leaf_of if v in piece.reads]
         leaves = [leaf_of[v] for v in reads]
         shape, _ = broadcast([(i, leaf.lengths) for i, leaf in enumerate(leaves)])
+        if is_gated and piece.is_dear:
+            leaves = [
+                leaf_plan(x.path, shape + x.core_shape, x.written, x.position) for x in leaves
+            ]
         paths = ", ".join(dict.fromkeys(leaf.path for leaf in leaves))
         path = f"f({paths})" if piece.is_dear else f"numbers of {paths}"
         for v in piece.makes:
@@ -276,7 +303,7 @@ def hoist(
     plan = dataclasses.replace(plan, leaves=(*(leaf_of[v] for v in reads), *shapes)).cut(None)
     numbers = jaxpr.invars[len(jaxpr.invars) - len(plan.splits) :] if plan.splits else []
     closed = _program(item, rest, [*reads, *numbers]).closed
-    return Apart(tuple(hoisted), plan, dataclasses.replace(item, closed=closed))
+    return Apart(tuple(hoisted), plan, dataclasses.replace(item, closed=closed), is_gated)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,59 +319,44 @@ class Before:
     chosen : Chosen
     nests : tuple of Nest
         What walks each piece.
+    is_gated : bool
+        Whether some items of a piece may send nothing back.
     """
 
     plan: Plan
     chosen: Chosen
     nests: tuple[Nest, ...]
+    is_gated: bool
 
     def __call__(self, item: ItemProgram, leaves: Sequence[Any]) -> tuple[ItemProgram, list[Any]]:
         """Return the rest of an item, and its inputs, of which some are results of pieces."""
-        apart = hoist(item, self.plan, self.chosen)
+        apart = hoist(item, self.plan, self.chosen, is_gated=self.is_gated)
         assert apart is not None
         values = dict(zip(self.plan.mapped, leaves, strict=True))
+        lengths = {leaf.position: leaf.lengths for leaf in self.plan.leaves}
         for own, nest in zip(apart.hoisted, self.nests, strict=True):
-            outs = nest.walk(own.item, [values[i] for i in own.plan.mapped])
+            run = functools.partial(_walked, nest, own.item)
+            inputs = [values[i] for i in own.plan.mapped]
+            if self.is_gated and own.is_dear:
+                shape = own.plan.batch_shape
+                inputs = [_stretched(values[i], lengths[i], shape) for i in own.plan.mapped]
+                is_apart = nest.differentiable and not is_plain()
+                run = unless_unused(run, axes=len(shape)) if is_apart else run
+            outs = run(*inputs)
+            lengths |= {leaf.position: leaf.lengths for leaf in own.makes}
             values |= {leaf.position: x for leaf, x in zip(own.makes, outs, strict=True)}
         return apart.item, [values[i] for i in apart.plan.mapped]
 
 
-@dataclasses.dataclass(frozen=True)
-class UnlessUnused:
-    """The pass for pieces of which a derivative reads the results of few items, as winners.
-
-    It sends nothing to the others.
-    """
-
-    def both(self, jaxpr: Any) -> Any:
-        count = len(jaxpr.constvars)
-
-        def piece(*args: Any) -> list[Any]:
-            return evaluate(jaxpr, args[:count], *args[count:])
-
-        own = [with_shape(v.aval, v.aval.shape) for v in (*jaxpr.constvars, *jaxpr.invars)]
-        gated = jax.make_jaxpr(unless_unused(piece))(*own).jaxpr
-        consts, inputs = gated.invars[:count], gated.invars[count:]
-        return with_variables(gated, inputs, gated.outvars, constvars=consts)
-
-    def differs_back(self, jaxpr: Any) -> bool:  # noqa: ARG002
-        return False
-
-    def back(self, jaxpr: Any, site: str) -> None:
-        """Return None: derivatives are those of the program that is evaluated."""
+def _walked(nest: Nest, item: ItemProgram, *inputs: Any) -> list[Any]:
+    return nest.walk(item, inputs)
 
 
-UNLESS_UNUSED = UnlessUnused()
-
-
-def unless_unused_of(piece: ItemProgram) -> tuple[UnlessUnused, ...]:
-    """Return the pass, unless all items share much.
-
-    With it, each has a cotangent of its own for that. Of a network's weights that would be too
-    much: the others are sent zeros, as `jax.vmap` does.
-    """
-    shared = sum(x.size for x in piece.closed.consts if has_tangent(jax.typeof(x)))
-    return (UNLESS_UNUSED,) if shared <= _FEW_SHARED else ()
+def _stretched(x: Any, lengths: InAxes, shape: Shape) -> Any:
+    """Return an input of a piece with all axes of its items: each has an input of its own."""
+    own = [1] * (len(shape) - len(lengths)) + [n or 1 for n in lengths]
+    core = x.shape[sum(n is not None for n in lengths) :]
+    return jnp.broadcast_to(jnp.reshape(x, (*own, *core)), (*shape, *core))
 
 
 def shown(plan: Plan, whole: Plan, hoisted: Sequence[Hoisted]) -> Plan:
