@@ -633,3 +633,22 @@ def test_an_argument_is_searched_once_for_all_rows():
     assert empty.shape == (0,)
     slope = jax.grad(lambda x: kernel(x, lists[:0], real[:0], points).sum())(points[:0])
     assert slope.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dear", [True, False])
+def test_logsumexp_without_what_stands_in_for_an_item(dear):
+    """The item that stands in for the others is larger than all of the second row and the third."""
+    mask = jnp.asarray([[1, 1], [1, 0], [0, 0]]) > 0
+
+    def loss(w, x):
+        def kernel(x, y, mask):
+            out = 60 * x * y * jnp.mean(w)
+            return out + jnp.exp(-jnp.exp(out / 60)) if dear else out
+
+        call = auto_vmap(0, 0, 0, reduce="logsumexp", reduce_axis=-1, where="mask", chunk_size=1)
+        out = call(kernel)(x[:, None], jnp.asarray([2.0, 1.0]), mask)
+        return jnp.sum(jnp.where(jnp.isfinite(out), out, 0))
+
+    x = jnp.asarray([3.0, 0.1, 2.0])
+    for gradient in jax.grad(loss, (0, 1))(jnp.ones(200), x):
+        assert jnp.all(jnp.isfinite(gradient))

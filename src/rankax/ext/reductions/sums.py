@@ -165,7 +165,10 @@ class LogSumExp(EachLeaf):
             return jnp.real(outs[position].astype(dtype))
 
         def scaled(outs: list[jax.Array]) -> jax.Array:
-            return jnp.exp(outs[position].astype(dtype) - top)
+            power = outs[position].astype(dtype) - top
+            if row.counts is not None:  # what stands in for an item may be larger than all others
+                power = jnp.where(jnp.real(power) > 0, jnp.zeros_like(power), power)
+            return jnp.exp(power)
 
         # Both at once take an exponential more of each item, and save one evaluation of it.
         both = Accumulation(position, LogSumExpOf(aval.shape, dtype))
