@@ -159,7 +159,7 @@ class Sides:
         ranks = {"ok": 0} if self.where == "argument" else {}
 
         @auto_vmap(*[1] * n, *[0] * n, **ranks, **reduce, **given)
-        def kernel(*both: Any, ok: Any = None) -> Any:  # noqa: ARG001
+        def kernel(*both: Any, ok: Any = None) -> Any:
             return self.item(*both[:n], w=w, keys=both[n:])
 
         return kernel
