@@ -462,6 +462,16 @@ def test_chunks_of_products_have_two_sides(reduce, size):
 
 
 tuned = pytest.mark.skipif(Options().rules is NO_RULES, reason="no tiles without the rules")
+
+
+@tuned
+@pytest.mark.parametrize(("size", "side"), [(16, 250), (784, 250), (20_000, 25)])
+def test_tiles_of_long_vectors_have_two_long_sides(size, side):
+    kernel = auto_vmap(a=1, b=1, reduce="sum", reduce_axis=-1)(lambda a, b: jnp.exp(a @ b))
+    x, y = (jax.ShapeDtypeStruct((2000, *one, size), "float32") for one in ((1,), ()))
+    assert [level.tile for level in kernel.plan(x, y).levels] == [side, side]
+
+
 NUMBERS = jnp.asarray(R.normal(size=(2, 301)), jnp.float32)
 
 

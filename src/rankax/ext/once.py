@@ -62,7 +62,8 @@ _INDEXING = {"reshape", "slice", "squeeze", "unstack"}
 _LEAST_PER_NUMBER, _LEAST_SHARE = 8, 1 / 16  # operations, and of those of an item
 _MOST_BYTES, _PER_ARGUMENT = 2**26, 8
 
-_SIDE, _BYTES = 256, 2**18  # of a tile that multiplies, at most
+_SIDE = 256  # of a tile that multiplies, at most
+_BYTES = 2**22  # of what its rows and columns have, at most
 _SIDE_OF_NUMBERS = 128  # so that a running state takes 64 kB
 _FEW_ROWS = 8  # of a map, which are stored whole
 
@@ -427,10 +428,11 @@ def _are_numbers_of_sides(jaxpr: Jaxpr, plan: Plan, eqns: Sequence[Any]) -> bool
 def with_sides(tiles: Tiles, jaxpr: Jaxpr, plan: Plan) -> Tiles:
     """Return the tiles, with sides if items share work along an axis.
 
-    Items that multiply what they have of two axes are one product of matrices then, whose operands
-    and results stay in the cache. A map stores whole rows, if there is room for a few: a part of a
-    row is copied after the product, which takes as long as that. What was not hoisted is evaluated
-    once for each row of the tile, and once for each column.
+    Items that multiply what they have of two axes are one product of matrices then, whose results
+    stay in the cache. Its operands need not: what multiplies reads them in blocks of its own, and
+    fewer rows or columns would read the others more often. A map stores whole rows, if there is
+    room for a few: a part of a row is copied after the product, which takes as long as that. What
+    was not hoisted is evaluated once for each row of the tile, and once for each column.
 
     Pairs of numbers that are reduced have two sides as well. A tile of one row would read all
     columns again, and its derivative add to the cotangents of all, plainly. Gradients of sums over
