@@ -63,7 +63,7 @@ _LEAST_PER_NUMBER, _LEAST_SHARE = 8, 1 / 16  # operations, and of those of an it
 _MOST_BYTES, _PER_ARGUMENT = 2**26, 8
 
 _SIDE = 256  # of a tile that multiplies, at most
-_BYTES = 2**22  # of what its rows and columns have, at most
+_BYTES = 2**22  # of what its rows and columns have, or of a value of all its items, at most
 _SIDE_OF_NUMBERS = 128  # so that a running state takes 64 kB
 _FEW_ROWS = 8  # of a map, which are stored whole
 
@@ -445,13 +445,16 @@ def with_sides(tiles: Tiles, jaxpr: Jaxpr, plan: Plan) -> Tiles:
     if is_whole and _are_numbers_of_sides(jaxpr, plan, jaxpr.eqns):
         return tiles._replace(side=_SIDE_OF_NUMBERS)
     again = max([sum(map(_size, piece.makes)) for piece in pieces(jaxpr, plan)[0]], default=0)
-    most = again
+    most, largest = again, 1
     for eqn in jaxpr.eqns:
         own = [frozenset() if isinstance(v, Literal) else on[v] for v in eqn.invars]
-        on |= dict.fromkeys(eqn.outvars, frozenset[int]().union(*own))
+        axes = frozenset[int]().union(*own)
+        on |= dict.fromkeys(eqn.outvars, axes)
+        if len(axes) > 1:
+            largest = max(largest, *map(_size, eqn.outvars))
         if eqn.primitive.name == "dot_general" and all(own) and not own[0] & own[1]:
             most = max(most, *map(_size, eqn.invars))
     if not most:
         return tiles
-    side = max(8, min(_SIDE, _BYTES // (8 * most)))
+    side = max(8, min(_SIDE, _BYTES // (8 * most), math.isqrt(_BYTES // (4 * largest))))
     return tiles._replace(side=side, rows=0 if again else _FEW_ROWS)
