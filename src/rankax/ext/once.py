@@ -451,7 +451,7 @@ def with_sides(tiles: Tiles, jaxpr: Jaxpr, plan: Plan) -> Tiles:
         axes = frozenset[int]().union(*own)
         on |= dict.fromkeys(eqn.outvars, axes)
         if len(axes) > 1:
-            largest = max(largest, *map(_size, eqn.outvars))
+            largest = max([largest, *map(_size, eqn.outvars)])
         if eqn.primitive.name == "dot_general" and all(own) and not own[0] & own[1]:
             most = max(most, *map(_size, eqn.invars))
     if not most:
