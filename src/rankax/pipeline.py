@@ -242,9 +242,11 @@ def fit_apart(trace: Traced) -> tuple[Traced, Fitted]:
             return trace, fitted
     is_filled = options.reduce is None and trace.call.lengths  # each item says what it sends back
     is_asked = options.hoist and not (options.batched or is_filled or trace.part.is_empty)
-    more = {"by_number": options.rules.by_number and not options.fused}
-    more["is_gated"] = once.is_gated(trace.item, options.reduce)
-    apart = once.hoist(trace.item, trace.part, **more) if is_asked else None
+    apart = None
+    if is_asked and len(trace.part.batch_shape) > 1:
+        by_number = options.rules.by_number and not options.fused
+        gated = once.is_gated(trace.item, options.reduce)
+        apart = once.hoist(trace.item, trace.part, is_gated=gated, by_number=by_number)
     if apart is None or not memory.has_room(options, apart.bytes):
         return trace, fitted or fit(trace)
     trace = trace._replace(apart=apart)
