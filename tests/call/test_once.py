@@ -320,7 +320,8 @@ def test_pieces_of_two_axes_that_are_left_out():
     x, y = x.at[2].multiply(-1), y.at[4].multiply(-1)
     call = {"reduce": {"v": "sum", "ok": "any"}, "where": "ok", "chunk_size": 20}
     mine = auto_vmap(1, 1, 1, **call)(kernel)
-    assert len(mine.plan(x[:, None, None], y[:, None], z).notes) == 3
+    notes = mine.plan(x[:, None, None], y[:, None], z).notes
+    assert any("once for each of 30," in note for note in notes)
 
     def total(call):
         return lambda x, y, z: call(x[:, None, None], y[:, None], z)["v"]
