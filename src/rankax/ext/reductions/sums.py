@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -160,14 +161,15 @@ class LogSumExp(EachLeaf):
             return (yield from super().differentiable_leaf(aval, row, position))
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
+        most = math.log(jnp.finfo(dtype).max)
 
         def wide_part(outs: list[jax.Array]) -> jax.Array:
             return jnp.real(outs[position].astype(dtype))
 
         def scaled(outs: list[jax.Array]) -> jax.Array:
             power = outs[position].astype(dtype) - top
-            if row.counts is not None:  # what stands in for an item may be larger than all others
-                power = jnp.where(jnp.real(power) > 0, jnp.zeros_like(power), power)
+            if row.counts is not None:  # what stands in for an item may be much larger than others
+                power = jnp.where(jnp.real(power) > most, jnp.zeros_like(power), power)
             return jnp.exp(power)
 
         # Both at once take an exponential more of each item, and save one evaluation of it.
