@@ -168,7 +168,7 @@ def traced(call: Call, options: Options, place: Placement) -> Traced:
     whole = call.plan_whole(options)
     with place.inside():
         item = call.trace(whole, options.reduce)
-    item = fused.with_literals(item) if options.fused else item
+    item = item.with_literals() if options.fused else item
     inputs = [x.shape for x in item.closed.in_avals] + [x.shape for x in item.closed.consts]
     lengths: Any = sum(itertools.chain(whole.batch_shape, *inputs))
     if not isinstance(lengths, int):  # one is unknown, as in `jax.export`

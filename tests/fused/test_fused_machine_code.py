@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import equations, name_of, slow
+from helpers import at_each_run, equations, name_of, slow
 from pair_kernels import gauss, gravity
 from rankax import auto_vmap
 from rankax.ext.fused.launch import built
+from rankax.reductions import ByLabel
 
 warp = pytest.importorskip("warp", reason="needs NVIDIA Warp: pip install 'rankax[warp]'")
 
@@ -65,18 +66,53 @@ def per_pair(kernel, arch, folder):
 ARGS = [jnp.ones(shape) for shape in ((600, 1, 3), (2000, 3), (2000,))]
 
 
+def lennard_jones(x, y, w):
+    d = x - y
+    s = 1 / (d @ d + 0.1)
+    return w * (s**6 - s**3)
+
+
+def cauchy(x, y, w):
+    d = x - y
+    return w / (1 + d @ d)
+
+
+def exponent(x, y, w):
+    d = x - y
+    return w - 0.5 * (d @ d)
+
+
+def in_shells(x, y, w):
+    d = x - y
+    r2 = d @ d
+    return {"shell": jnp.floor(r2).astype(int), "v": w * jnp.exp(-r2)}
+
+
+# The instructions of a pair at most: forward, and in both passes of the gradient.
+KERNELS = {
+    "gravity": (gravity, "sum", 30, 100),
+    "gauss": (gauss, "sum", 30, 75),
+    "logsumexp": (exponent, "logsumexp", 40, 75),
+    "lennard_jones": (lennard_jones, "sum", 30, 125),
+    "cauchy": (cauchy, "sum", 30, 95),
+    "largest": (exponent, "max", 30, 0),
+    "labels": (in_shells, ByLabel("shell", 16), 60, 110),
+}
+QUICK = "gravity", "gauss", "logsumexp", "labels"
+
+
 @pytest.mark.parametrize("arch", [90, slow(80)])
-@pytest.mark.parametrize(("fun", "gradient"), [(gravity, 100), (gauss, 75)])
-def test_a_pair_takes_few_instructions_and_no_memory(fun, gradient, arch, tmp_path):
-    kernel = auto_vmap(1, 1, 0, reduce="sum", reduce_axis=1, fused=True)(fun)
-    out = jnp.ones(600 if fun is gauss else (600, 3))
+@pytest.mark.parametrize("case", at_each_run(QUICK, KERNELS))
+def test_a_pair_takes_few_instructions_and_no_memory(case, arch, tmp_path):
+    fun, reduce, most, gradient = case
+    kernel = auto_vmap(1, 1, 0, reduce=reduce, reduce_axis=1, fused=True)(fun)
+    out = jax.tree.map(jnp.ones_like, jax.eval_shape(kernel, *ARGS))
     folds = folds_of(lambda *args: jax.vjp(kernel, *args[:3])[1](args[3]), *ARGS, out)
     counts = []
     for i, fold in enumerate(folds):
         count, found = per_pair(fold.kernel, arch, tmp_path / str(i))
         counts.append(count)
         assert [text for text in found if re.match(r"(@\S+ )?(LDL|STL)", text)] == []
-    forward, *back = counts
-    assert forward <= 30
-    assert len(back) == 2
+    back = counts[-2:] if gradient else []
+    assert max(counts[: len(counts) - len(back)]) <= most
     assert sum(back) <= gradient

@@ -264,6 +264,16 @@ def test_double_precision():
         assert_close(jax.jit(gradient(fused))(*args), gradient(plain)(*args), 1e-13)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, *map(slow, (jnp.uint8, jnp.int16, jnp.uint16))])
+def test_short_integers(dtype):
+    def fun(x, y, w):
+        return jnp.maximum(x[0] * y[1] + w, -w) // jnp.maximum(y[0], 3) ^ w
+
+    args = [(70 * x).astype(jnp.int32).astype(dtype) for x in ARGS]
+    fused, plain = both(fun, reduce="max")
+    assert_close(jax.jit(fused)(*args), plain(*args))
+
+
 @pytest.mark.parametrize("reduce", ["sum", "max", "argmin", "prod"])
 def test_integers(reduce):
     def fun(x, y, w):
@@ -280,6 +290,22 @@ def test_numbers_without_an_end():
     for reduce in ("sum", "max", "argmin", "logsumexp"):
         fused, plain = both(reduce=reduce)
         np.testing.assert_array_equal(jnp.isnan(jax.jit(fused)(*args)), jnp.isnan(plain(*args)))
+
+
+def chosen(x, y, w):
+    return jnp.select([w > 1, y[0] > 0, w < -1], [x[0], 2 * y[1], w], -1.0) * x[jnp.argmin(y)]
+
+
+def looked_up(x, y, w):
+    shell = jnp.minimum(jnp.abs(2 * w).astype(int), 3)
+    return x * jnp.array([1.0, 2.0, 4.0, 8.0])[shell] * y[jnp.array([2, 0, 0])[jnp.argmax(x * y)]]
+
+
+@pytest.mark.parametrize("fun", [chosen, looked_up])
+def test_computed_indices(fun):
+    fused, plain = both(fun)
+    assert_close(jax.jit(fused)(*ARGS), plain(*ARGS))
+    assert_close(jax.jit(gradient(fused))(*ARGS), gradient(plain)(*ARGS))
 
 
 def test_floats_become_the_nearest_integers():

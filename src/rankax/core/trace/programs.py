@@ -24,13 +24,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
+from jax import core, lax
 
 # From JAX 0.12 on, the first two are the same class.
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rankax.core.base.arrays import is_staged, scalar
+from rankax.core.base.arrays import SMALL, is_staged, scalar
 from rankax.core.base.messages import function_location, listed, table, traced_as
 from rankax.core.base.trees import check_outputs, leaves_with_names, spread_prefix
 
@@ -212,6 +212,27 @@ class ItemProgram:
         """Return the same program with other arrays in place of those that it closes over."""
         return dataclasses.replace(self, closed=ClosedJaxpr(self.closed.jaxpr, list(consts)))
 
+    def with_literals(self) -> Self:
+        """Return a program of which small arrays of integers, such as indices, are a part.
+
+        As constants they would be operands: known when it runs, and not compared with those of
+        programs that were kept.
+        """
+        consts = self.closed.consts
+        others = [x for x in consts if not _is_index(x)]
+        if len(others) == len(consts):
+            return self
+
+        def program(others: Sequence[Any], *args: Any) -> list[Any]:
+            rest = iter(others)
+            whole = [_spelled_out(x) if _is_index(x) else next(rest) for x in consts]
+            return evaluate(self.closed.jaxpr, whole, *args)
+
+        jaxpr, count = jax.make_jaxpr(program)(others, *self.closed.in_avals).jaxpr, len(others)
+        constants, inputs = jaxpr.invars[:count], jaxpr.invars[count:]
+        jaxpr = with_variables(jaxpr, inputs, jaxpr.outvars, constvars=constants)
+        return dataclasses.replace(self, closed=ClosedJaxpr(jaxpr, others))
+
     def reuses_key(self) -> jax.errors.KeyReuseError:
         return jax.errors.KeyReuseError(
             f"{self.site}: it uses one PRNG key in every chunk, either an "
@@ -258,6 +279,17 @@ class ItemProgram:
             return False
 
         return bool(two) and is_refused(None) and not is_refused(0)
+
+
+def _is_index(x: Any) -> bool:
+    is_small = not isinstance(x, core.Tracer) and 0 < jnp.size(x) <= SMALL
+    return is_small and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
+
+
+def _spelled_out(x: Any) -> jax.Array:
+    """Return an array made of literals."""
+    numbers = [lax.full((1,), number, x.dtype) for number in np.ravel(x)]
+    return lax.reshape(lax.concatenate(numbers, 0), x.shape)
 
 
 class CollectiveError(ValueError):

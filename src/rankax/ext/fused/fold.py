@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,12 +26,21 @@ from jax.interpreters import ad
 
 from rankax.core.base.arrays import has_tangent, wide
 from rankax.core.loop.loop import carried_with
+from rankax.core.loop.shared import MOST_PLAIN
 from rankax.core.reduce.row import Accumulation, Elementwise
 from rankax.core.trace.derivatives import new_primitive, of_some
 from rankax.core.trace.programs import evaluate, with_shape
-from rankax.ext.fused.kernel import MOST_INDEX, AxisGroup, Source, groups_of, kernel_of, parts_of
+from rankax.ext.fused.kernel import (
+    MOST_INDEX,
+    Source,
+    groups_of,
+    kernel_of,
+    parts_of,
+    tile_of,
+)
 from rankax.ext.fused.launch import launch
 from rankax.ext.fused.scalars import Refused
+from rankax.ext.reductions.bins import InBins
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,14 +71,14 @@ class FusedFold:
     is_sum: bool = False
 
     @functools.cached_property
-    def groups(self) -> list[AxisGroup]:
-        """The axes as loops."""
-        return groups_of(self.sizes, self.reduced, self.on)
-
-    @functools.cached_property
     def kernel(self) -> Source:
         """The text of the kernel; raises `Refused`."""
-        return kernel_of(self.item, self.groups, self.steps)
+        return kernel_of(self.item, groups_of(self.sizes, self.reduced, self.on), self.long)
+
+    @functools.cached_property
+    def long(self) -> list[Accumulation]:
+        """What a kernel folds: as in long loops, whatever the length, so that one serves all."""
+        return [step.over(MOST_PLAIN + 1) for step in self.steps]
 
     @functools.cached_property
     def states(self) -> Any:
@@ -112,27 +120,30 @@ def _run(*operands: Any, fold: FusedFold) -> list[Any]:
 
 
 def _launched(fold: FusedFold, operands: Sequence[Any]) -> list[Any]:
-    rows, parts, length = parts_of(fold.groups)
-    leaves, tree = jax.tree.flatten(fold.states)
-    sizes = [rows * parts * math.prod(x.shape) for x in leaves]
+    starts = jax.eval_shape(lambda: [step.start(1) for step in fold.long])
+    leaves, tree = jax.tree.flatten(starts)
+    groups = groups_of(fold.sizes, fold.reduced, fold.on)
+    rows, parts, length = parts_of(groups, sum(x.size for x in leaves))
+    sizes = [rows * parts * x.size for x in leaves]
     if max([rows * parts, *sizes, *(x.size for x in operands)]) > MOST_INDEX:
         raise Refused("2**31 numbers in one array, or more")
-    numbers = [*(group.size for group in fold.groups), rows, length]
+    numbers = [*(group.size for group in groups), rows, length]
     flat = launch(fold.kernel, operands, numbers, rows * parts, sizes)
-    shapes = [(parts, rows, *x.shape) for x in leaves]
-    dtypes = [x.dtype for x in leaves]
-    triples = zip(flat, shapes, dtypes, strict=True)
-    states = tree.unflatten([jnp.reshape(x, own).astype(dtype) for x, own, dtype in triples])
-    merged = jax.vmap(functools.partial(_merged, fold.steps), 1)(states)
+    pairs = zip(flat, leaves, strict=True)
+    held = [jnp.reshape(x, (parts, rows, *own.shape)).astype(own.dtype) for x, own in pairs]
+    merged = jax.vmap(functools.partial(_merged, fold.long), 1)(tree.unflatten(held))
     pairs = zip(jax.tree.leaves(merged), fold.avals, strict=True)
     return [jnp.reshape(x, aval.shape) for x, aval in pairs]
 
 
-def _merged(steps: Sequence[Accumulation], states: Any) -> Any:
-    """Merge the states of the parts of a row, which are on axis 0."""
-    if jax.tree.leaves(states)[0].shape[0] == 1:
-        return jax.tree.map(lambda x: x[0], states)
-    return [step.accumulator.join_runs(own) for step, own in zip(steps, states, strict=True)]
+def _merged(steps: Sequence[Accumulation], held: Sequence[Any]) -> Any:
+    """Merge what is held of the parts of a row, on axis 0."""
+
+    def of_step(step: Accumulation, own: Any) -> Any:
+        states = jax.vmap(step.accumulator.total)(own) if step.is_long else own
+        return step.accumulator.join_runs(states)
+
+    return list(map(of_step, steps, held))
 
 
 def _by_rows(fold: FusedFold, operands: Sequence[Any]) -> list[Any]:
@@ -140,13 +151,15 @@ def _by_rows(fold: FusedFold, operands: Sequence[Any]) -> list[Any]:
 
     def over(axes: Sequence[int], *args: Any) -> list[Any]:
         if not axes:
-            return evaluate(fold.item.jaxpr, fold.item.consts, *args)
+            outs = evaluate(fold.item.jaxpr, fold.item.consts, *args)
+            tile = tile_of(outs, jnp.zeros((), jnp.int32))
+            return [step.accumulator.lift(*step.items(tile))[..., 0] for step in fold.steps]
         first, *rest = axes
         places = [sum(own[x] for x in axes if x < first) if own[first] else None for own in fold.on]
         fun = functools.partial(over, rest)
         if fold.reduced[first]:
             outs = jax.vmap(fun, places, axis_size=fold.sizes[first])(*args)
-            return [jnp.sum(x.astype(wide(x.dtype)), axis=0) for x in outs]
+            return [jnp.sum(x, axis=0) for x in outs]
 
         def one(i: Any) -> list[Any]:
             pairs = zip(args, places, strict=True)
@@ -185,26 +198,25 @@ def _pushed(primals: Sequence[Any], tangents: Sequence[Any], *, fold: FusedFold)
     outs = evaluated(fold, primals)
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
     live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    moving = [i for i, aval in enumerate(fold.item.out_avals) if has_tangent(aval)]
+    moving = [k for k, x in enumerate(_added(fold, fold.item.out_avals)) if has_tangent(x)]
     if not live or not moving:
         return outs, zeros
-    if not fold.is_sum:
-        raise NotImplementedError("only sums are differentiated")
     fun = functools.partial(evaluate, fold.item.jaxpr, fold.item.consts)
 
     def pushed(*args: Any) -> list[Any]:
         own, directions = args[: len(primals)], args[len(primals) :]
         of_live = of_some(fun, own, live)
-        _, outs = jax.jvp(of_live, [own[i] for i in live], list(directions))
-        return [outs[i] for i in moving]
+        outs, tangents = jax.jvp(of_live, [own[i] for i in live], list(directions))
+        return [t if has_tangent(x) else x for x, t in zip(outs, tangents, strict=True)]
 
     avals = fold.item.in_avals
     item = jax.make_jaxpr(pushed)(*map(_shape, avals), *(_shape(avals[i]) for i in live))
     on = [*fold.on, *(fold.on[i] for i in live)]
-    own = sums_of(item, fold, fold.reduced, on)
+    steps = tuple([fold.steps[k] for k in moving])
+    own = dataclasses.replace(fold, item=item, on=tuple(on), steps=steps)
     found = evaluated(own, [*primals, *(tangents[i] for i in live)])
-    for i, tangent in zip(moving, found, strict=True):
-        zeros[i] = tangent
+    for k, tangent in zip(moving, found, strict=True):
+        zeros[k] = tangent
     return outs, zeros
 
 
@@ -222,10 +234,21 @@ def _transposed(cotangents: Sequence[Any], *args: Any, fold: FusedFold) -> list[
         def pulled(*items: Any, mine: Any = mine) -> list[Any]:
             own = dict(zip(known, items, strict=False))
             linear = of_some(fun, [own.get(i) for i in range(len(args))], unknown)
-            back = jax.linear_transpose(linear, *(avals[i] for i in unknown))
-            outs = fold.item.out_avals
-            pairs = zip(items[len(known) :], outs, strict=True)
-            sent = dict(zip(unknown, back([x.astype(v.dtype) for x, v in pairs]), strict=True))
+            like = [avals[i] for i in unknown]
+            back = jax.linear_transpose(lambda *xs: _added(fold, linear(*xs)), *like)
+            # Labels do not depend on what is unknown.
+            zeros = [jnp.zeros(x.shape, x.dtype) for x in like]
+            outs = linear(*carried_with(zeros, items))
+
+            def of_item(step: Accumulation, x: Any, like: Any) -> Any:
+                if isinstance(step.accumulator, InBins):
+                    labels = outs[jax.tree.leaves(step.outputs)[0]]
+                    counts = None if step.mask is None else outs[step.mask]
+                    x = step.accumulator.of_items(x, labels, counts)
+                return x.astype(like.dtype)
+
+            own_cts = list(map(of_item, fold.steps, items[len(known) :], _added(fold, outs)))
+            sent = dict(zip(unknown, back(own_cts), strict=True))
             return [sent[i].astype(wide(sent[i].dtype)) for i in mine]
 
         sent = [with_shape(jax.typeof(x), x.shape[sum(rows) :]) for x in cts]
@@ -236,6 +259,11 @@ def _transposed(cotangents: Sequence[Any], *args: Any, fold: FusedFold) -> list[
         for i, x in zip(mine, found, strict=True):
             results[i] = x[..., 0].astype(args[i].aval.dtype)
     return results
+
+
+def _added(fold: FusedFold, outs: Sequence[Any]) -> list[Any]:
+    """Return what steps add up, of the outputs of an item; labels, where these are counted."""
+    return [outs[jax.tree.leaves(step.outputs)[-1]] for step in fold.steps]
 
 
 def _shape(aval: Any) -> jax.ShapeDtypeStruct:

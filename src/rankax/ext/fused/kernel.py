@@ -6,30 +6,37 @@ axis. Axes that all operands have alike are one loop. The state is a few variabl
 would round often, a block of `_BLOCK` items is folded by itself and added with what rounding took,
 as long loops of `rankax.core.reduce.row` do.
 
-With few rows, the outermost loop is cut into parts, each for another thread; what they return is
-merged by the caller.
+States of bins are in memory, where each thread has its own: an item reads the state of its bin,
+adds itself as exactly, and writes it. Atomic additions of floats would round each time, in any
+order.
+
+With few rows, the outermost loop is cut into parts, each for another thread. The caller merges what
+threads hold.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from rankax.core.base.arrays import index_dtype
-from rankax.core.loop.loop import Tile, TileSlots, steps_of
-from rankax.core.loop.shared import MOST_PLAIN
+from rankax.core.loop.loop import Tile, TileSlots
 from rankax.core.reduce.row import Accumulation
 from rankax.ext.fused.scalars import MOST_NUMBERS, Lines, Refused, Translation, named, type_of
+from rankax.ext.reductions.bins import InBins
 
 _BLOCK = 32  # items that are folded without what rounding takes
 MOST_INDEX = 2**31 - 64  # an index in a kernel has 32 bits, and goes a block beyond the last item
 _THREADS, _LEAST_ITEMS = 2**17, 64  # wanted, and items of each at least
+_MOST_IN_BINS, _MOST_HELD = 2**12, 2**23  # numbers of each thread, and of all of them
 
 # CUDA has these, Warp on a CPU has not. `div.full` is within two units in the last place.
 _OF_CUDA = ("rsqrt", "log1p", "expm1", "asinh", "acosh", "atanh")
@@ -79,6 +86,7 @@ class Source(NamedTuple):
     operands: tuple[str, ...]  # their types
     numbers: tuple[str, ...]  # the names of integers that it takes after them
     outs: tuple[str, ...]  # the types of what it returns
+    chooses: bool  # whether an item reads a float of an argument by a computed index
 
 
 def groups_of(sizes: Sequence[int], reduced: Sequence[bool], on: Sequence[Any]) -> list[AxisGroup]:
@@ -89,19 +97,22 @@ def groups_of(sizes: Sequence[int], reduced: Sequence[bool], on: Sequence[Any]) 
             continue
         group = AxisGroup(size, reduced[axis], tuple([own[axis] for own in on]), f"i{len(found)}")
         last = found[-1] if found else group._replace(size=MOST_INDEX)
-        is_alike = (last.reduced, last.on) == (group.reduced, group.on)
-        if is_alike and last.size * size <= MOST_INDEX:
+        if last[1:3] == group[1:3] and last.size * size <= MOST_INDEX:
             found[-1] = last._replace(size=last.size * size)
         else:
             found.append(group)
     return found
 
 
-def parts_of(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
-    """Return how many rows there are, how many parts of each, and how long a part is."""
+def parts_of(groups: Sequence[AxisGroup], numbers: int) -> tuple[int, int, int]:
+    """Return how many rows there are, how many parts of each, and how long a part is.
+
+    Each part holds so many ``numbers``.
+    """
     rows = math.prod(group.size for group in groups if not group.reduced)
     loops = [group.size for group in groups if group.reduced] or [1]
-    wanted = min(_THREADS // max(rows, 1), math.prod(loops) // _LEAST_ITEMS, loops[0])
+    threads = min(_THREADS, _MOST_HELD // numbers)
+    wanted = min(threads // max(rows, 1), math.prod(loops) // _LEAST_ITEMS, loops[0])
     length = -(-loops[0] // max(1, wanted))
     return rows, -(-loops[0] // length), length
 
@@ -117,7 +128,7 @@ def kernel_of(
         From one item of each operand to what the steps take.
     groups : sequence of AxisGroup
     steps : sequence of Accumulation
-        What is folded; outputs have one slot.
+        What is folded; outputs have one slot. `Source.outs` are the states that they begin with.
 
     Raises
     ------
@@ -127,37 +138,25 @@ def kernel_of(
     loops = [group for group in groups if group.reduced]
     lines, depth = Lines("t"), len(loops)
     loads, args = _loads(item, groups, lines)
-    outs = Translation(lines).program(item, args)
-    state = _StateCode(steps, item.out_avals, index_dtype(math.prod(loop.size for loop in loops)))
-    held, of_group = state.held, state.of_group
-    lines.depth |= dict.fromkeys([*of_group.names, "at"], depth)
+    outs = _Names(item.out_avals, Translation(lines).program(item, args))
+    dtype = index_dtype(math.prod(loop.size for loop in loops))
+    lines.depth["at"] = depth
+    at = _Names(jax.ShapeDtypeStruct((), dtype), [np.array("at", object)])
+    states = _StateWriter(outs, at, lines, [])
     try:
-        moved = Translation(lines).program(state.moved, [*of_group.arrays, *outs, state.at])
+        codes = list(map(states.code, steps, itertools.count()))
     except Refused as error:
         raise Refused(f"a reduction whose state takes more than arithmetic ({error})") from None
-    ends, values = _translated("z", state.totals, held)
-    results = jax.tree.leaves(state.ends)
-    writes = [
-        f"O{k}.data[tid*{aval.size}+{c}] = {text};"
-        for k, (aval, x) in enumerate(zip(results, values, strict=True))
-        for c, text in enumerate(named(x, aval.dtype).ravel())
-    ]
-    index = type_of(state.dtype)
+    start, fresh, moved, joined, end = map(itertools.chain.from_iterable, zip(*codes, strict=True))
+    index = type_of(dtype)
     flat = functools.reduce(lambda at, x: f"({at}*n{x.name}+{x.name})", loops, f"({index})0")
-    block = (
-        _code(of_group.defined, _translated("f", state.fresh, held)),
-        [f"const {index} at = {flat};", *lines.lines[depth], *of_group.assigned(moved)],
-        _code(held.assigned, _translated("w", state.joined, held, of_group)),
-    )
+    items = [f"const {index} at = {flat};", *lines.lines[depth], *moved]
     before = [*loads.get(0, []), *(lines.lines[0] if loops else [])]
-    body = [
-        *(_MACROS, _places(groups), *before, *_code(held.defined, _translated("b", state.start))),
-        *_nested(loops, loads, lines, block),
-        *(*ends, *writes),
-    ]
+    loop = _nested(loops, loads, lines, fresh, items, joined)
+    body = [_MACROS, _places(groups), *before, *start, *loop, *end]
     numbers = (*(f"n{group.name}" for group in groups), "rows", "len")
-    types = tuple([type_of(aval.dtype) for aval in item.in_avals])
-    return Source("\n".join(body), types, numbers, tuple([type_of(x.dtype) for x in results]))
+    operands = tuple([type_of(aval.dtype) for aval in item.in_avals])
+    return Source("\n".join(body), operands, numbers, tuple(states.results), lines.chooses)
 
 
 def _loads(item: ClosedJaxpr, groups: Sequence[AxisGroup], lines: Lines) -> tuple[Any, list[Any]]:
@@ -192,9 +191,8 @@ def _places(groups: Sequence[AxisGroup]) -> str:
     return "\n".join(text)
 
 
-def _nested(loops: Sequence[AxisGroup], loads: Any, lines: Lines, block: Any) -> list[str]:
+def _nested(loops: Any, loads: Any, lines: Lines, before: Any, item: Any, after: Any) -> list[str]:
     """Return the loops around a block: what stands before, in and after its loop over items."""
-    before, item, after = block
     if not loops:
         return [*before, *item, *after]
     # The index of the outermost loop begins and ends in a part.
@@ -215,83 +213,112 @@ def _nested(loops: Sequence[AxisGroup], loads: Any, lines: Lines, block: Any) ->
     return [*text, *["}"] * len(loops)]
 
 
-class _Variables:
-    """The numbers of a tree of arrays, as variables of a kernel."""
+class _Names:
+    """The numbers of a tree of arrays, by their names in a kernel."""
 
-    def __init__(self, prefix: str, like: Any) -> None:
-        self.avals, self.tree = jax.tree.flatten(like)
-        self.arrays = [
-            np.array([f"{prefix}{k}_{c}" for c in range(aval.size)], object).reshape(aval.shape)
-            for k, aval in enumerate(self.avals)
-        ]
+    def __init__(self, like: Any, names: Sequence[Any]) -> None:
+        self.like, self.avals = like, jax.tree.leaves(like)
+        pairs = zip(names, self.avals, strict=True)
+        self.arrays = [named(x, aval.dtype).reshape(aval.shape) for x, aval in pairs]
         self.names = [name for array in self.arrays for name in array.ravel()]
-        if len(self.names) > MOST_NUMBERS:
-            raise Refused(f"a state of {len(self.names)} numbers")
 
-    def _with(self, values: Sequence[Any]) -> list[tuple[str, str, str]]:
-        """Return types, names and values."""
-        return [
-            (type_of(aval.dtype), name, text)
-            for aval, names, x in zip(self.avals, self.arrays, values, strict=True)
-            for name, text in zip(names.ravel(), named(x, aval.dtype).ravel(), strict=True)
-        ]
+    def defined(self, values: _Names) -> list[str]:
+        """Return the lines that make variables."""
+        types = [type_of(aval.dtype) for aval in self.avals for _ in range(aval.size)]
+        triples = zip(types, self.names, values.names, strict=True)
+        return [f"{type_} {name} = {text};" for type_, name, text in triples]
 
-    def defined(self, values: Sequence[Any]) -> list[str]:
-        """Return the lines that make them."""
-        return [f"{type_} {name} = {text};" for type_, name, text in self._with(values)]
-
-    def assigned(self, values: Sequence[Any]) -> list[str]:
-        """Return the lines that give them new values, all at once."""
-        new = self._with(values)
-        lines = [f"const {type_} new_{name} = {text};" for type_, name, text in new]
-        return [*lines, *(f"{name} = new_{name};" for _, name, _ in new)]
+    def assigned(self, values: _Names) -> list[str]:
+        """Return the lines that give variables new values, all at once."""
+        new = _variables(self.like, "new{0}_{2}")
+        pairs = zip(self.names, new.names, strict=True)
+        return ["{", *new.defined(values), *(f"{own} = {x};" for own, x in pairs), "}"]
 
 
-class _StateCode:
-    """What is held of a row, and what a group of its items changes: see `Accumulation`."""
-
-    def __init__(self, steps: Sequence[Accumulation], avals: Sequence[Any], dtype: Any) -> None:
-        # As in long loops, whatever the length, so that one kernel serves all.
-        self.steps, self.dtype = [step.over(MOST_PLAIN + 1) for step in steps], dtype
-        like = jax.eval_shape(self.start)
-        self.held, self.ends = _Variables("h", like), jax.eval_shape(self.totals, like)
-        self.of_group = _Variables("g", jax.eval_shape(self.fresh, like))
-        groups, slots = [step.of_group for step in self.steps], TileSlots(1, (), dtype)
-
-        def moved(of_group: Any, outs: Any, at: Any) -> Any:
-            tile = Tile([x[..., None] for x in outs], at, None, slots)
-            return jax.tree.leaves(steps_of(groups, of_group, tile)[0])
-
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        group = self.of_group.tree.unflatten(self.of_group.avals)
-        self.at = np.array("at", object)
-        self.moved = jax.make_jaxpr(moved)(group, shapes, jax.ShapeDtypeStruct((), dtype))
-
-    def start(self) -> list[Any]:
-        return [step.start(1) for step in self.steps]
-
-    def fresh(self, held: Any) -> list[Any]:
-        return [step.fresh(own, 1) for step, own in zip(self.steps, held, strict=True)]
-
-    def joined(self, held: Any, of_group: Any) -> list[Any]:
-        triples = zip(self.steps, held, of_group, strict=True)
-        return [step.with_group(own, group, None) for step, own, group in triples]
-
-    def totals(self, held: Any) -> list[Any]:
-        pairs = zip(self.steps, held, strict=True)
-        return [x.accumulator.total(own) if x.is_long else own for x, own in pairs]
+def _variables(like: Any, text: str, first: int = 0) -> _Names:
+    """Return names made of a text, the place of an array, its size, and the place of a number."""
+    avals = jax.tree.leaves(like)
+    if sum(aval.size for aval in avals) > MOST_NUMBERS:
+        raise Refused(f"a state of more than {MOST_NUMBERS} numbers")
+    each = [[text.format(k, x.size, c) for c in range(x.size)] for k, x in enumerate(avals, first)]
+    return _Names(like, [np.array(own, object) for own in each])
 
 
-def _translated(prefix: str, fun: Callable[..., Any], *args: _Variables) -> Any:
-    """Translate a function of trees; return the lines, and the leaves of what it returns."""
-    closed = jax.make_jaxpr(lambda *trees: jax.tree.leaves(fun(*trees)))(
-        *(own.tree.unflatten(own.avals) for own in args)
-    )
-    lines = Lines(prefix)
-    values = Translation(lines).program(closed, [x for own in args for x in own.arrays])
-    return lines.lines[0], values
+def _translated(lines: Lines, fun: Callable[..., Any], *args: _Names) -> _Names:
+    """Translate a function of trees; return what it returns."""
+    closed, like = jax.make_jaxpr(fun, return_shape=True)(*(own.like for own in args))
+    return _Names(like, Translation(lines).program(closed, [x for own in args for x in own.arrays]))
 
 
-def _code(write: Callable[[Any], list[str]], translated: Any) -> list[str]:
-    lines, values = translated
-    return [*lines, *write(values)]
+class _StateWriter(NamedTuple):
+    """Writes what is done to states, by items that have these outputs and this flat index."""
+
+    outs: _Names
+    at: _Names
+    lines: Lines  # of an item
+    results: list[str]  # the types of all states so far
+
+    def code(self, step: Accumulation, k: int) -> Sequence[list[str]]:
+        """Return the lines about the state of step ``k``: see `Accumulation`.
+
+        They make it, begin a block of items, take an item, end a block, and write the state.
+        """
+        bins: Any = step.accumulator if isinstance(step.accumulator, InBins) else None
+        own = Accumulation(0, bins.own, 1, step.is_long) if bins else step
+        before, first = Lines(f"b{k}_"), len(self.results)
+        start = _translated(before, lambda: own.start(1))
+        held = _variables(start.like, f"h{k}_{{0}}_{{2}}")
+        self.results.extend(type_of(aval.dtype) for aval in held.avals)
+        place = _variables(start.like, f"O{{0}}.data[{'p' if bins else 'tid'}*{{1}}+{{2}}]", first)
+        if bins is None:
+            begin = [*before.lines[0], *held.defined(start)]
+            return begin, *self._folded(step, k, held), place.assigned(held)
+        if len(held.names) * bins.length > _MOST_IN_BINS:
+            raise Refused(f"more than {_MOST_IN_BINS} numbers in all bins")
+        every = f"for (int p = tid*{bins.length}; p < (tid+1)*{bins.length}; ++p)"
+        begin = [*before.lines[0], every, *place.assigned(start)]
+        return begin, [], self._binned(step, own, k, held, place), [], []
+
+    def _folded(self, step: Accumulation, k: int, held: _Names) -> Any:
+        """Return how items move variables that are held: before, in and after a block of items."""
+        before, after = Lines(f"f{k}_"), Lines(f"w{k}_")
+        fresh = _translated(before, lambda held: step.fresh(held, 1), held)
+        group = _variables(fresh.like, f"g{k}_{{0}}_{{2}}")
+        self.lines.depth |= dict.fromkeys(group.names, self.lines.depth["at"])
+
+        def moved(group: Any, outs: Any, at: Any) -> Any:
+            return step.of_group.step(group, tile_of(outs, at))[0]
+
+        new = _translated(self.lines, moved, group, self.outs, self.at)
+        joined = _translated(after, lambda *two: step.with_group(two[0], two[1], None), held, group)
+        begin, end = group.defined(fresh), held.assigned(joined)
+        return [*before.lines[0], *begin], group.assigned(new), [*after.lines[0], *end]
+
+    def _binned(
+        self, step: Accumulation, own: Accumulation, k: int, held: _Names, place: _Names
+    ) -> list[str]:
+        """Return how an item moves the states of its bins, each at its ``place``."""
+        bins: Any = step.accumulator
+        at, *places = jax.tree.leaves(step.outputs)
+        labels, found = self.outs.arrays[at].ravel(), list[str]()
+        for c, label in enumerate(labels):
+
+            def moved(held: Any, at: Any, value: Any, c: int = c) -> Any:
+                value = value or [jnp.ones((), bins.own.dtype)]
+                at = at * at.dtype.type(len(labels)) + at.dtype.type(c)
+                return own.step(held, tile_of([*value, jnp.bool_(True)], at))[0]
+
+            value = [self.outs.arrays[i].reshape(len(labels), -1)[c] for i in places]
+            like = [jax.ShapeDtypeStruct(bins.own.core, self.outs.avals[i].dtype) for i in places]
+            inner = Lines(f"m{k}_{c}_")
+            new = _translated(inner, moved, held, self.at, _Names(like, value))
+            counts = [] if step.mask is None else self.outs.arrays[step.mask].ravel()
+            test = " && ".join([f"{label} >= 0", f"{label} < {bins.length}", *counts])
+            found += [f"if ({test}) {{", f"const int p = tid*{bins.length}+{label};"]
+            found += [*held.defined(place), *inner.lines[0], *place.assigned(new), "}"]
+        return found
+
+
+def tile_of(outs: Sequence[Any], at: Any) -> Tile:
+    """Return a tile of one item."""
+    return Tile([x[..., None] for x in outs], at, None, TileSlots(1, (), at.dtype))

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 
 from rankax.core.base.cache import Kept
 from rankax.ext.fused.kernel import Source
+from rankax.ext.fused.scalars import DTYPES
 
-_dtypes = {"float": "float32", "double": "float64", "bool": "bool", "int": "int32"}
-_dtypes |= {"unsigned": "uint32", "long long": "int64"}
 _kernels = Kept[Any](1024, "fused kernels")
 
 
@@ -41,8 +40,8 @@ def built(kernel: Source) -> Any:
 
 def _build(kernel: Source) -> Any:
     key = hashlib.sha1(repr(kernel).encode(), usedforsecurity=False).hexdigest()[:16]
-    arrays = [f"A{k}: wp.array(dtype=wp.{_dtypes[x]})" for k, x in enumerate(kernel.operands)]
-    outs = [f"O{k}: wp.array(dtype=wp.{_dtypes[x]})" for k, x in enumerate(kernel.outs)]
+    arrays = [f"A{k}: wp.array(dtype=wp.{DTYPES[x]})" for k, x in enumerate(kernel.operands)]
+    outs = [f"O{k}: wp.array(dtype=wp.{DTYPES[x]})" for k, x in enumerate(kernel.outs)]
     params = [*arrays, *(f"{name}: int" for name in kernel.numbers), *outs]
     names = ", ".join(param.split(":")[0] for param in params)
     source = (
@@ -66,6 +65,6 @@ def launch(
     """Return what the threads of a kernel write, as flat arrays of these ``sizes``."""
     call = warp().jax_kernel(built(kernel), num_outputs=len(kernel.outs))
     pairs = zip(operands, kernel.operands, strict=True)
-    flat = [jnp.ravel(x).astype(_dtypes[type_]) for x, type_ in pairs]
+    flat = [jnp.ravel(x).astype(DTYPES[type_]) for x, type_ in pairs]
     dims = {f"O{k}": size for k, size in enumerate(sizes)}
     return list(call(*flat, *numbers, launch_dims=threads, output_dims=dims))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
+from rankax.core.base.arrays import plainly
+from rankax.core.loop.shared import add_exactly
+from rankax.core.reduce.extrema import Arg
 from rankax.core.trace.programs import evaluate, name_and_params, only
 
 MOST_LINES = 2048  # of one item; larger programs take minutes to compile, and spill
@@ -31,18 +36,15 @@ MOST_NUMBERS = 256  # of an argument of one item, of a state, or moved by an ope
 class Refused(Exception):  # noqa: N818  # an error only with `fused=True`
     """What cannot be part of a kernel: why, which operation, and where that is called."""
 
-    def __init__(self, reason: str = "", name: str = "", place: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.name, self.place = reason, name, place
-
-    def __str__(self) -> str:
-        name = self.name + (self.place and f" ({self.place})")
-        return ": ".join(filter(None, (name, self.reason)))
-
     def of(self, eqn: JaxprEqn) -> Refused:
         """Return the same for the operation of an equation, unless one inside it is named."""
-        place = self.place or source_info_util.summarize(eqn.source_info)
-        return Refused(self.reason, self.name or name_and_params(eqn)[0], place)
+        reason, name, place = (*self.args, "", "", "")[:3]
+        place = place or source_info_util.summarize(eqn.source_info)
+        return Refused(reason, name or name_and_params(eqn)[0], place)
+
+    def __str__(self) -> str:
+        reason, name, place = (*self.args, "", "", "")[:3]
+        return ": ".join(filter(None, (name + (place and f" ({place})"), reason)))
 
 
 def type_of(dtype: Any) -> str:
@@ -53,9 +55,11 @@ def type_of(dtype: Any) -> str:
     return _types[name]
 
 
-_types: dict[str, str] = dict.fromkeys(("float32", "float16", "bfloat16"), "float")
-_types |= {"float64": "double", "int32": "int", "uint32": "unsigned"}
-_types |= {"int64": "long long", "bool": "bool"}
+_types = {"float16": "float", "bfloat16": "float", "float32": "float", "float64": "double"}
+_types |= {"int8": "signed char", "int16": "short", "int32": "int", "int64": "long long"}
+_types |= {"uint8": "unsigned char", "uint16": "unsigned short", "uint32": "unsigned"}
+_types |= {"uint64": "unsigned long long", "bool": "bool"}
+DTYPES = {type_: name for name, type_ in _types.items()}  # of what a kernel reads and writes
 
 
 class Lines:
@@ -68,16 +72,17 @@ class Lines:
     def __init__(self, prefix: str) -> None:
         self.prefix, self.depth = prefix, dict[str, int]()
         self.lines = defaultdict[int, list[str]](list)
+        self.chooses = False  # whether one reads a float of an argument by a computed index
         self.names: dict[tuple[str, str], str] = {}
 
-    def let(self, type_: str, text: str, inputs: Iterable[str]) -> str:
-        """Return the name of a number, given by an expression of ``inputs``."""
+    def let(self, type_: str, text: str, inputs: Iterable[str] = (), of: str = "") -> str:
+        """Return the name of a number, given by an expression of ``inputs``; or of an array."""
         if (name := self.names.get((type_, text))) is None:
             if len(self.names) >= MOST_LINES:
                 raise Refused(f"more than {MOST_LINES} operations")
             name = self.names[type_, text] = f"{self.prefix}{len(self.names)}"
             self.depth[name] = at = max((self.depth.get(x, 0) for x in inputs), default=0)
-            self.lines[at].append(f"const {type_} {name} = {text};")
+            self.lines[at].append(f"{of and 'static '}const {type_} {name}{of} = {text};")
         return name
 
 
@@ -87,7 +92,7 @@ def literal(value: Any, type_: str) -> str:
         return "true" if value else "false"
     if type_ not in ("float", "double"):
         # A minus is an operator, before a number that may be too large.
-        suffix = "LL" if type_ == "long long" else ""
+        suffix = {"long long": "LL", "unsigned long long": "ULL"}.get(type_, "")
         return f"(~{~int(value)}{suffix})" if value < 0 else f"{int(value)}{suffix}"
     number = float(value)
     if not math.isfinite(number):
@@ -129,10 +134,12 @@ _FLOATS = _table("""
     sub: ({0}-{1})
     mul: ({0}*{1})
     neg: (-{0})
+    max: ({0}>{1}||{0}!={0}?{0}:{1})
+    min: ({0}<{1}||{0}!={0}?{0}:{1})
     is_finite: (({0}-{0})==0)
     one_minus_square: ((1-{0})*(1+{0}))
     sign: ({0}!={0}?{0}:(T)(({0}>0)-({0}<0)))
-    logistic: (1/(1+E(-{0})))
+    logistic: (1/(1+F(-{0})))
 """)
 _INTEGERS = _table("""
     add: (T)((U){0}+(U){1})
@@ -167,12 +174,12 @@ _ALL = _table("""
     ge: ({0}>={1})
     eq: ({0}=={1})
     ne: ({0}!={1})
-    max: ({0}>{1}||{0}!={0}?{0}:{1})
-    min: ({0}<{1}||{0}!={0}?{0}:{1})
+    max: ({0}>{1}?{0}:{1})
+    min: ({0}<{1}?{0}:{1})
     square: ({0}*{0})
     clamp: ({1}<{0}?{0}:({1}>{2}?{2}:{1}))
 """)
-_FUNCTIONS = {"rem": "fmod", "abs": "fabs", "erf_inv": "erfinv"}
+_FUNCTIONS = {"rem": "fmod", "abs": "fabs", "erf_inv": "erfinv", "logistic": "exp"}
 _OURS = ("div", "rsqrt", "log1p", "expm1", "asinh", "acosh", "atanh")
 _COMMUTE = ("({0}+{1})", "({0}*{1})")
 _SAME = _table("""
@@ -186,21 +193,18 @@ _CALLS = _table("""
 """)
 
 
-def _text_of(name: str, type_: str) -> str | None:
-    """Return an operation on single numbers of this type as an expression, or None."""
+def _text_of(name: str, type_: str) -> str:
+    """Return an operation on single numbers of this type as an expression."""
     tables = {"float": (_FLOATS,), "double": (_FLOATS,), "bool": (_BOOLS,)}
-    tables |= {"unsigned": (_UNSIGNED, _INTEGERS)}
-    found = next((t[name] for t in (*tables.get(type_, (_INTEGERS,)), _ALL) if name in t), None)
+    whole = (_UNSIGNED, _INTEGERS) if type_.startswith("unsigned") else (_INTEGERS,)
+    found = next((t[name] for t in (*tables.get(type_, whole), _ALL) if name in t), None)
     if found is None:
-        return None
+        raise Refused
     function = _FUNCTIONS.get(name, name) + ("f" if type_ == "float" else "")
     function = f"rankax_{function}" if name in _OURS else function
-    unsigned = {"int": "unsigned", "long long": "unsigned long long"}.get(type_, type_)
-    words = {"F(": f"{function}(", "(T)": f"({type_})", "(U)": f"({unsigned})"}
-    words["E("] = "expf(" if type_ == "float" else "exp("
-    for letter, word in words.items():
-        found = found.replace(letter, word)
-    return found
+    unsigned = "unsigned long long" if type_.endswith("long long") else "unsigned"
+    found = found.replace("F(", f"{function}(").replace("(T)", f"({type_})")
+    return found.replace("(U)", f"({unsigned})")
 
 
 def _converted(old: str, new: str) -> str:
@@ -210,7 +214,7 @@ def _converted(old: str, new: str) -> str:
     if new == "bool":
         return "({0}!=0)"
     if old in ("float", "double") and new not in ("float", "double"):
-        info = np.iinfo({"int": np.int32, "unsigned": np.uint32}.get(new, np.int64))
+        info = np.iinfo(DTYPES[new])
         low, high = literal(info.min, new), literal(info.max, new)
         inside = f"{{0}}<={float(info.min)}?({new}){low}:({new}){{0}}"
         return f"({{0}}!={{0}}?0:({{0}}>={float(info.max + 1)}?({new}){high}:({inside})))"
@@ -225,20 +229,21 @@ class Translation:
 
     def program(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program, given its arguments: arrays of numbers or names."""
-        jaxpr, consts = closed.jaxpr, [np.asarray(x) for x in closed.consts]
+        jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+        consts = [np.asarray(x) for x in closed.consts]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(var: Any) -> Any:
             return np.asarray(var.val, var.aval.dtype) if hasattr(var, "val") else env[var]
 
-        for eqn in _needed(jaxpr):
+        for eqn in jaxpr.eqns:
             ins = list(map(read, eqn.invars))
             try:
                 outs = self._equation(eqn, jaxpr, ins)
             except Refused as error:
                 raise error.of(eqn) from None
             pairs: Any = zip(eqn.outvars, outs, strict=True)
-            env.update((v, _array(x).reshape(v.aval.shape)) for v, x in pairs)
+            env.update((v, x.reshape(v.aval.shape)) for v, x in pairs)
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: Any, jaxpr: Jaxpr, ins: list[Any]) -> Sequence[Any]:
@@ -257,8 +262,8 @@ class Translation:
             return _moved(name, params, eqn, ins)
         if all(map(is_known, ins)) and eqn.outvars:
             return _constants(eqn, jaxpr, ins)
-        if name == "rankax_add":
-            return self._added_exactly(eqn, ins)
+        if name in ("rankax_add", "argmax", "argmin"):
+            return self.program(_simpler(name, params, [v.aval for v in eqn.invars]), ins)
         if name in _LINEAR:
             return self._linear(eqn, ins)
         return [self._numbers(name, params, eqn, ins)]
@@ -273,15 +278,13 @@ class Translation:
             return functools.reduce(lambda found, c: horner([found, ins[0], c]), ins[:0:-1])
         if name == "dot_general":
             return self._product(params, out, dtypes, ins)
-        if name in _FOLDS:
-            return self._folded(_FOLDS[name], params["axes"], out.dtype, ins[0])
+        if name in _folds:
+            return self._folded(_folds[name], params["axes"], out.dtype, ins[0])
         return self.each("add" if name == "add_any" else name, out.dtype, dtypes, ins)
 
     def each(self, name: str, dtype: Any, dtypes: Sequence[Any], ins: Sequence[Any]) -> Any:
         """Return an operation on single numbers."""
-        if (text := _text_of(name, type_of(dtypes[0]))) is None:
-            raise Refused
-        simple = _simplified(name, ins)
+        text, simple = _text_of(name, type_of(dtypes[0])), _simplified(name, ins)
         return self.numbers(text, dtype, dtypes, ins) if simple is None else simple
 
     def numbers(self, text: str, dtype: Any, dtypes: Sequence[Any], ins: Sequence[Any]) -> Any:
@@ -332,20 +335,17 @@ class Translation:
 
     def _round(self, params: Any, out: Any, dtypes: Sequence[Any], ins: Any) -> Any:
         name = "rint" if int(params["rounding_method"]) == 1 else "round"
-        name += "f" if type_of(out.dtype) == "float" else ""
+        name += "f" * (type_of(out.dtype) == "float")
         return self.numbers(name + "({0})", out.dtype, dtypes, ins)
 
     def _integer_pow(self, params: Any, out: Any, dtypes: Sequence[Any], ins: Any) -> Any:
-        exponent, base, power = params["y"], ins[0], None
+        exponent, base, power = params["y"], ins[0], np.ones(out.shape, out.dtype)
         product = functools.partial(self.each, "mul", out.dtype, [out.dtype] * 2)
         left = abs(exponent)
         while left:
-            if left & 1:
-                power = base if power is None else product([power, base])
+            power = product([power, base]) if left & 1 else power
             base, left = product([base, base]) if left > 1 else base, left >> 1
-        if power is None:
-            return np.ones(out.shape, out.dtype)
-        return power if exponent > 0 else self.numbers("(1/{0})", out.dtype, dtypes, [power])
+        return power if exponent >= 0 else self.numbers("(1/{0})", out.dtype, dtypes, [power])
 
     def _folded(self, name: str, axes: Any, dtype: Any, array: Any) -> Any:
         """Return an array reduced along some axes, one number after another."""
@@ -376,7 +376,7 @@ class Translation:
         dtype, sizes = outs[0].dtype, [out.size for out in outs]
         moving = _moving.get(name, [*range(len(ins))])
         if not all(is_known(x) for i, x in enumerate(ins) if i not in moving):
-            raise Refused("its index is computed")
+            return [self._looked_up(eqn, ins)]
         whole = np.concatenate([named(ins[i], dtype).ravel() for i in moving])
         if max(whole.size, sum(sizes)) > MOST_NUMBERS:
             raise Refused("an array of so many numbers")
@@ -391,6 +391,36 @@ class Translation:
             found[i] = functools.reduce(lambda a, b: add([a, b]), own or [zero]).item()
         return np.split(found, np.cumsum(sizes)[:-1])
 
+    def _looked_up(self, eqn: Any, ins: Sequence[Any]) -> Any:
+        """Return rows of an array by computed indices, which are clipped."""
+        x, index, out, params = ins[0], ins[1], eqn.outvars[0].aval, eqn.params
+        row, dims = (1, *x.shape[1:]), params.get("dimension_numbers")
+        is_row = eqn.primitive.name == "dynamic_slice"
+        if eqn.primitive.name == "gather":
+            trailing = tuple(range(out.ndim - x.ndim + 1, out.ndim))
+            wanted = trailing, (0,), (0,), (), ()
+            is_row = tuple(dims) == wanted and not str(params["mode"]).endswith("DROP")
+        if not is_row or params["slice_sizes"] != row:
+            raise Refused("its index is computed")
+        columns, dtype = x.reshape(len(x), -1).T, eqn.invars[1].aval.dtype
+        clip = f"({{0}}<0?0:({{0}}<{len(x)}?{{0}}:{len(x) - 1}))"
+        rows = self.numbers(clip, dtype, [dtype], [index]).ravel()
+        found = [self._entry(x, len(columns), i, out) for i in rows for x in columns]
+        return np.array(found, object)
+
+    def _entry(self, column: Any, step: int, index: str, out: Any) -> str:
+        """Return the number of a column that an index counts: of a table, or of an argument."""
+        type_ = type_of(out.dtype)
+        if is_known(column):
+            table = self.lines.let(type_, f"{{{', '.join(named(column, out.dtype))}}}", of="[]")
+            return self.lines.let(type_, f"{table}[{index}]", [index])
+        at = re.fullmatch(r"a(\d+)_(\d+)", column[0])
+        if not at or [*column] != [f"a{at[1]}_{int(at[2]) + i * step}" for i in range(len(column))]:
+            raise Refused("its index is computed")
+        self.lines.chooses |= type_ in ("float", "double")
+        text = f"A{at[1]}.data[o{at[1]}+{index}*{step}+{at[2]}]"
+        return self.lines.let(type_, text, [index, column[0]])
+
     def _branches(self, eqn: Any, branches: Sequence[Any], ins: Sequence[Any]) -> list[Any]:
         which, *operands = ins
         if is_known(which):
@@ -400,34 +430,21 @@ class Translation:
         pairs = zip(eqn.outvars, zip(*each, strict=True), strict=True)
         return [self._choice(which, dtype, cases, var.aval) for var, cases in pairs]
 
-    def _added_exactly(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
-        """Return what `rankax.core.loop.shared.add_exactly` does."""
-        dtype = eqn.outvars[0].aval.dtype
-        total, lost, x = map(named, ins, [dtype] * 3)
 
-        def of(text: str, *own: Any) -> Any:
-            return self.numbers(text, dtype, [dtype] * len(own), own)
-
-        x = of("({0}+{1})", x, lost)
-        after = of("({0}+{1})", total, x)
-        taken = of("({0}-{1})", after, total)
-        error = of("(({0}-({1}-{2}))+({3}-{2}))", total, after, taken, x)
-        return [after, of("({0}=={0}?{0}:0)", error)]
+def _simpler(name: str, params: Any, avals: Sequence[Any]) -> ClosedJaxpr:
+    """Return an operation as a program of simpler ones."""
+    fun: Any = add_exactly
+    if name != "rankax_add":
+        fun = functools.partial(_place, **params, largest=name == "argmax")
+    with plainly(True):
+        return jax.make_jaxpr(fun)(*avals)
 
 
-def _array(x: Any) -> Any:
-    return np.asarray(x, object) if isinstance(x, str) else np.asarray(x)
-
-
-def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """Return the equations that the outputs of a program need."""
-    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    found: list[JaxprEqn] = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            found.append(eqn)
-            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    return found[::-1]
+def _place(x: jax.Array, *, axes: Sequence[int], index_dtype: Any, largest: bool) -> jax.Array:
+    arg = Arg((), x.dtype, index_dtype, largest)
+    rows = enumerate(jnp.moveaxis(x, axes[0], 0))
+    pairs = [(row, jnp.full_like(row, i, index_dtype)) for i, row in rows]
+    return functools.reduce(arg.merge, pairs)[1]
 
 
 def _simplified(name: str, ins: Sequence[Any]) -> Any:
@@ -435,11 +452,8 @@ def _simplified(name: str, ins: Sequence[Any]) -> Any:
 
     The transpose of an index makes sums with zeros, and -0 + 0 is the only one that changes.
     """
-    neutral = {"add": 0, "mul": 1}.get(name)
-    if neutral is None:
-        return None
-    for known, other in (ins, ins[::-1]):
-        if is_known(known) and (known == neutral).all():
+    for known, other in (ins, ins[::-1]) if name in ("add", "mul") else ():
+        if is_known(known) and (known == (name == "mul")).all():
             return np.broadcast_to(other, np.broadcast_shapes(known.shape, other.shape))
     return None
 
@@ -450,14 +464,8 @@ _moves |= {"transpose", "slice", "concatenate"}
 _moving = {"gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1]}
 _moving |= {"scatter": [0, 2], "scatter-add": [0, 2]}  # others move all arguments
 _LINEAR = {*_moving, "cumsum", "rev", "pad", "split", "tile", "stack", "unstack"}
-_FOLDS = _table("""
-    reduce_sum: add
-    reduce_prod: mul
-    reduce_max: max
-    reduce_min: min
-    reduce_and: and
-    reduce_or: or
-""")
+_folds = {f"reduce_{name}": name for name in ("max", "min", "and", "or")}
+_folds |= {"reduce_sum": "add", "reduce_prod": "mul"}
 
 
 def _moved(name: str, params: Any, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
@@ -468,10 +476,8 @@ def _moved(name: str, params: Any, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
     x = ins[0]
     match name:
         case "broadcast_in_dim":
-            shape = [1] * len(out.shape)
-            for i, at in enumerate(params["broadcast_dimensions"]):
-                shape[at] = x.shape[i]
-            x = np.broadcast_to(x.reshape(shape), out.shape)
+            new = {*range(out.ndim)} - {*params["broadcast_dimensions"]}
+            x = np.broadcast_to(np.expand_dims(x, (*new,)), out.shape)
         case "transpose":
             x = x.transpose(params["permutation"])
         case "slice":

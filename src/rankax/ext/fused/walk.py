@@ -18,66 +18,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from rankax._options import Options
-from rankax.core.base.arrays import SMALL
 from rankax.core.loop.loop import carried_with, varying_axes
 from rankax.core.plan.schedule import Level
 from rankax.core.reduce.row import Accumulation, Elementwise, Row, Steps
 from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import (
     ItemProgram,
-    evaluate,
     evaluate_by,
     with_shape,
     with_variables,
 )
 from rankax.core.walk import Nest, nest_of
-from rankax.ext.fused.fold import FusedFold, evaluated, sums_of
+from rankax.ext.fused.fold import FusedFold, evaluated
 from rankax.ext.fused.kernel import MOST_INDEX
-from rankax.ext.fused.scalars import Refused
-from rankax.ext.reductions.labels import ByLabel, Histogram
+from rankax.ext.fused.scalars import MOST_NUMBERS, Refused
+from rankax.ext.reductions.bins import Scattered
 
 
 def walk_of(nest: Nest, options: Options) -> Nest:
     """Return what walks the nest of a reduction: one kernel, if that can be written."""
     return FusedNest(**vars(nest), is_asked=options.fused is True)
-
-
-def with_literals(item: ItemProgram) -> ItemProgram:
-    """Return an item in which small arrays of integers, such as indices, are part of the program.
-
-    Other constants are operands of a kernel, whose numbers it reads when it runs. This comes before
-    `walk_of`, because an eager call recognizes the program that it has kept by these integers.
-    """
-    closed = item.closed
-    others = [x for x in closed.consts if not _is_index(x)]
-    if len(others) == len(closed.consts):
-        return item
-
-    def program(consts: Sequence[Any], *args: Any) -> list[Any]:
-        rest = iter(consts)
-        whole = [_spelled_out(x) if _is_index(x) else next(rest) for x in closed.consts]
-        return evaluate(closed.jaxpr, whole, *args)
-
-    jaxpr, count = jax.make_jaxpr(program)(others, *closed.in_avals).jaxpr, len(others)
-    constants, inputs = jaxpr.invars[:count], jaxpr.invars[count:]
-    jaxpr = with_variables(jaxpr, inputs, jaxpr.outvars, constvars=constants)
-    return dataclasses.replace(item, closed=ClosedJaxpr(jaxpr, others))
-
-
-def _is_index(x: Any) -> bool:
-    is_small = not isinstance(x, core.Tracer) and 0 < jnp.size(x) <= SMALL
-    return is_small and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
-
-
-def _spelled_out(x: Any) -> jax.Array:
-    """Return an array made of literals."""
-    numbers = [lax.full((1,), number, x.dtype) for number in np.ravel(x)]
-    return lax.reshape(lax.concatenate(numbers, 0), x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +103,6 @@ class FusedNest(Nest):
         assert self.reductions is not None
         if self.takes_chunks:
             raise Refused("batched=True, with which the kernel itself takes many items")
-        for entry in self.reductions.entries:
-            if isinstance(entry, (ByLabel, Histogram)):
-                raise Refused(f"{entry.label}, whose labels are known only when it runs")
         plan = self.plan.cut(None)
         kept = [n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced]
         arrays = [leaf.shape for leaf in plan.leaves if leaf.is_array]
@@ -162,22 +123,22 @@ class Fuser:
         """Never called: only levels that are reduced have this walker."""
         raise NotImplementedError
 
-    def fold(self, row: Row, steps: Steps, kept: Sequence[int], *, linear: bool) -> list[Any]:
+    def fold(self, row: Row, steps: Steps, kept: Sequence[int], **_: Any) -> list[Any]:
         """Fold a row; raise `Refused` if no kernel can."""
-        if kept:
-            raise Refused("an output that is kept whole")
+        if kept or not steps:
+            raise Refused("an output that is kept whole, or none")
         if row.levels[0].numbered:
             raise Refused("an item that depends on its place, as split keys and buckets do")
         is_sum, is_constant = all(map(_is_sum, steps)), not row.levels[0].differentiable
-        if not is_constant and not (is_sum and linear):
-            raise Refused("the states that it stores")
+        if not (is_sum or is_constant):
+            raise Refused("the states that it needs")
         item, operands, on = _item_of(row, steps)
         if is_constant:
             operands = list(map(lax.stop_gradient, operands))
         sizes = tuple([level.size for level in row.levels])
-        fold = FusedFold(item, sizes, (True,) * len(sizes), tuple(on), tuple(steps))
-        fold = sums_of(item, fold, fold.reduced, on) if is_sum else fold
-        _ = fold.kernel  # what cannot be written is refused here
+        fold = FusedFold(item, sizes, (True,) * len(sizes), tuple(on), tuple(steps), is_sum)
+        if fold.kernel.chooses and not is_constant:  # what cannot be written is refused here, too
+            raise Refused("a number that goes back to one of an argument, which an item chooses")
         return jax.tree.structure(fold.states).unflatten(evaluated(fold, operands))
 
 
@@ -185,25 +146,25 @@ FUSER = Fuser()
 
 
 def _is_sum(step: Accumulation) -> bool:
-    adds = step.accumulator
-    return step.mask is None and isinstance(adds, Elementwise) and adds.combine is lax.add
+    # Of sums in bins, a derivative reads all.
+    adds: Any = step.accumulator
+    is_binned = isinstance(adds, Scattered) and adds.size <= MOST_NUMBERS
+    adds = adds.own if is_binned else adds
+    is_sum = isinstance(adds, Elementwise) and adds.combine is lax.add
+    return is_sum and (is_binned or step.mask is None)
 
 
 def _item_of(row: Row, steps: Steps) -> tuple[ClosedJaxpr, list[Any], list[tuple[bool, ...]]]:
     """Return the program of an item without constants, its operands, and which axes they have.
 
-    Its outputs are what sums add up, or those of the row, with zeros for those that no step takes.
+    Its outputs are those of the row, with zeros for those that no step takes.
     """
     pairs = [_in_front(row.levels, i, leaf) for i, leaf in enumerate(row.leaves)]
     cores = [with_shape(jax.typeof(x), x.shape[sum(own) :]) for x, own in pairs]
     used = {i for step in steps for i in (*jax.tree.leaves(step.outputs), step.mask)}
 
     def taken(*items: Any) -> list[Any]:
-        outs = row.item(*items)
-        if all(map(_is_sum, steps)):
-            pairs: Any = [(step.outputs, step.accumulator) for step in steps]
-            return [outs[i].astype(adds.dtype) for i, adds in pairs]
-        return [x if i in used else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(outs)]
+        return [x if i in used else jnp.zeros_like(x) for i, x in enumerate(row.item(*items))]
 
     closed = jax.make_jaxpr(taken)(*cores)
     operands = [*closed.consts, *(x for x, _ in pairs)]

@@ -53,10 +53,11 @@ class InBins(Accumulator):
     @property
     def drifts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Each addition of a tile that holds what rounding took reads all bins.
-        return self.own.drifts and self._numbers <= _MOST_EXACT
+        return self.own.drifts and self.size <= _MOST_EXACT
 
     @property
-    def _numbers(self) -> int:
+    def size(self) -> int:
+        """How many numbers all bins have."""
         return self.length * math.prod(self.own.core)
 
     def start(self, slots: int) -> State:
@@ -73,7 +74,7 @@ class InBins(Accumulator):
 
     def step(self, state: State, tile: Any, index: Any, counts: Any = None) -> State:
         is_simpler = self.is_simpler_alone and self.length <= tile[0].size
-        if is_simpler or (self.drifts and self._numbers <= _MOST_EACH):
+        if is_simpler or (self.drifts and self.size <= _MOST_EACH):
             # Without a barrier, XLA would scatter the tile into the state, and round as often.
             return self.merge(state, lax.optimization_barrier(self.lift(tile, counts)))
         return self._scattered(state, tile, index, counts)
@@ -102,6 +103,14 @@ class InBins(Accumulator):
         ``index`` is None if no bin has any yet.
         """
         raise NotImplementedError
+
+    def of_items(self, numbers: jax.Array, labels: jax.Array, counts: Any = None) -> jax.Array:
+        """Return the number of the bin of each label, and 0 for others, as cotangents go back."""
+        found = gather(numbers, labels)
+        is_in = (labels >= 0) & (labels < self.length)
+        is_in = is_in if counts is None else is_in & counts
+        is_in = lax.expand_dims(is_in, range(labels.ndim, found.ndim))
+        return jnp.where(is_in, found, jnp.zeros_like(found))
 
     def merge(self, first: State, second: State) -> State:
         return self._bin_by_bin(self.own.merge, first, second)
@@ -137,18 +146,18 @@ def _scatter(x: jax.Array, at: jax.Array, values: Any, how: str = "add") -> jax.
     return scatter(values, mode="drop", wrap_negative_indices=False)
 
 
-def constant(x: Any) -> Callable[[], Any]:
-    """Return what returns an array that has no derivative, for the items of a loop.
+def constant(x: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return what looks up rows of an array that has no derivative, for the items of a loop.
 
     The loop sees integers. Of floats that its steps share, it adds up the cotangents, for which a
     reverse pass keeps a copy for each row.
     """
     if jnp.iscomplexobj(x):
-        return lambda: x
+        return lambda at: gather(x, at)
     whole = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     is_known = isinstance(x, np.ndarray)
     bits = jnp.asarray(x.view(whole)) if is_known else lax.bitcast_convert_type(x, whole)
-    return lambda: lax.bitcast_convert_type(bits, x.dtype)
+    return lambda at: lax.bitcast_convert_type(gather(bits, at), x.dtype)
 
 
 def gather(x: jax.Array, at: jax.Array) -> jax.Array:

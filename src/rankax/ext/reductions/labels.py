@@ -20,7 +20,7 @@ from rankax.core.reduce.extrema import Arg, worst_value
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
 from rankax.core.reduce.row import Accumulation, Elementwise, Finding, Request, Row, alone
 from rankax.core.trace.derivatives import call_with_derivative_of
-from rankax.ext.reductions.bins import CountInBins, constant, gather, in_bins
+from rankax.ext.reductions.bins import CountInBins, constant, in_bins
 from rankax.ext.reductions.sums import LogSumExp, Mean, Moments, Sum
 from rankax.ext.reductions.top import if_found
 from rankax.ext.reductions.unused import unless_unused
@@ -272,7 +272,7 @@ class _Labelled(Reduction):
 
         def shifted(outs: list[jax.Array]) -> jax.Array:
             labels = outs[parts.position]
-            own = gather(numbers(), labels)
+            own = numbers(labels)
             is_in = (labels >= 0) & (labels < self.length)
             is_in = lax.expand_dims(is_in, range(labels.ndim, own.ndim))
             off = outs[position].astype(own.dtype) - own
@@ -408,7 +408,7 @@ class ByLabel(_Labelled):
     2**24. ``"logsumexp"`` takes two if a tile has as many labels as there are bins, else three, and
     ``Moments()`` five. Memory is that of a tile and of the bins, for any number of items. Up to
     2048 numbers in all bins, long sums hold what rounding took. On a GPU, atomic additions come in
-    any order, so the last digits can vary.
+    any order, so the last digits can vary, but not with ``fused=True``.
 
     *Derivatives.* Those of a sum or mean gather from the bins. ``"logsumexp"`` and ``Moments`` take
     a second pass. ``"max"`` and ``"min"`` find the winners, the first among equals, and evaluate
@@ -589,16 +589,16 @@ class Histogram(_Labelled):
             return None
         x = _as_floats(lax.stop_gradient(x))
         edges, last = self._edges_in(x.dtype), self.length - 1
-        table = constant(edges)()
         if self.range is None:
-            at = jnp.searchsorted(table[1:-1], x, side="right", method="scan_unrolled")
+            at = _count_at_most(x, edges[1:-1])
         else:
+            table = constant(edges)
             low, high = edges[0], edges[-1]
             at = jnp.clip(jnp.floor((x - low) * (self.length / (high - low))), 0, last)
             at = at.astype(jnp.int32)
             # Rounding may have chosen the bin beside it.
-            at = jnp.where(x < table[at], at - 1, at)
-            at = jnp.where((x >= table[at + 1]) & (at < last), at + 1, at)
+            at = jnp.where(x < table(at), at - 1, at)
+            at = jnp.where((x >= table(at + 1)) & (at < last), at + 1, at)
         is_in = (x >= edges[0]) & (x <= edges[-1])
         return jnp.where(is_in, at.astype(jnp.int32), jnp.int32(-1))
 
@@ -616,6 +616,22 @@ class Histogram(_Labelled):
             return x / jnp.asarray(widths, x.dtype) / jnp.sum(x, axis=0, keepdims=True)
 
         return list(map(divided, found))
+
+
+def _count_at_most(x: jax.Array, edges: np.ndarray) -> jax.Array:
+    """Return how many of the increasing edges are at most each number, by bisection.
+
+    `jax.numpy.searchsorted` is one operation, which a fused kernel lacks, or a loop, from JAX 0.12
+    on or before.
+    """
+    bits = len(edges).bit_length()
+    padded = np.full(2**bits - 1, np.inf, edges.dtype)
+    padded[: len(edges)] = edges
+    table, at = constant(padded), jnp.zeros(x.shape, jnp.int32)
+    for step in [1 << bit for bit in reversed(range(bits))]:
+        is_above = x >= table(at + (step - 1))
+        at = jnp.where(is_above, at + step, at)
+    return jnp.minimum(at, len(edges))
 
 
 def _as_floats(x: jax.Array) -> jax.Array:
