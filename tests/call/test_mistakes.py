@@ -236,6 +236,16 @@ def test_an_array_with_itself_is_one_warning(given, around):
     kernel(points, points, 1.0)  # once is enough
 
 
+@pytest.mark.parametrize("argnums", [0, (0, 1)], ids=str)
+@pytest.mark.parametrize("transform", [jax.grad, jax.hessian], ids=["grad", "hessian"])
+def test_a_transformed_kernel_of_one_array_twice_warns(transform, argnums):
+    kernel, points = auto_vmap(1, 1, 0, reduce="sum")(pull), jnp.ones((4, 3))
+    transform(kernel, argnums)(points, points + 0, 1.0)  # as a loss of predictions and targets
+    with pytest.warns(UserWarning, match=re.escape(ITSELF)) as warned:
+        transform(kernel, argnums)(points, points, 1.0)
+    assert warned[0].filename == __file__
+
+
 def test_arrays_that_no_reduction_pairs_with_themselves():
     points, one = jnp.ones((4, 3)), jnp.ones((1, 3))
     kernel = auto_vmap(1, 1, 0, reduce="sum")(pull)

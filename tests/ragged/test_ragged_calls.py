@@ -285,6 +285,18 @@ def test_the_plan():
         assert str(total_of.plan(shape, s)) == str(plan)
 
 
+def test_a_plan_says_what_sums_count_without_a_mask():
+    def total(x, mask=True):
+        return jnp.sum(x, where=mask)
+
+    uneven, even = (Ragged(jnp.ones(sum(n)), n) for n in (range(1, 40), [4, 4]))
+    bare, masked = auto_vmap(x="n")(total), auto_vmap(x="n", mask=Mask("n"))(total)
+    line = 'no parameter is Mask("n"): sums over n count copies of each item\'s last row, too'
+    assert bare.plan(uneven).notes == (line,)
+    assert str(bare.plan(uneven)).endswith(f"\n  {line}")
+    assert bare.plan(even).notes == masked.plan(uneven).notes == ()
+
+
 def test_an_error_of_jax_names_the_argument():
     kernel = auto_vmap(x="n 2", w=0)(lambda x, w: x if w > 0 else -x)
     with pytest.raises(jax.errors.TracerBoolConversionError, match="value of the argument w"):

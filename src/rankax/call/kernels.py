@@ -23,7 +23,7 @@ import numpy as np
 from rankax._errors import BatchShapeError
 from rankax._options import NAMES, Options, resolve
 from rankax.call.base import Call, sizes_of
-from rankax.core.base.arrays import check_no_ref
+from rankax.core.base.arrays import check_no_ref, is_staged
 from rankax.core.base.cache import Kept, KeptDict, Members
 from rankax.core.base.messages import (
     caller_level,
@@ -535,16 +535,28 @@ def bind(
             check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
     for i in structure.keys:
         kernel.check_key(leaves[i], structure.paths[i], structure.ranks[i])
-    is_twice = kernel.warns_of_pairs and len({*map(id, leaves)}) < len(leaves)
-    if is_twice and not shapes_only:
-        _warn_of_pairs(call)
+    if kernel.warns_of_pairs and not shapes_only:
+        arrays = _primals(leaves)
+        if len({*map(id, arrays)}) < len(arrays):
+            _warn_of_pairs(call, arrays)
     return call
 
 
-def _warn_of_pairs(call: KernelCall) -> None:
+def _primals(leaves: list[Any]) -> list[Any]:
+    """Return the arrays that leaves stand for, outside a program that is being traced.
+
+    ``jax.grad(kernel)(x, x)`` passes two tracers of one array, or a tracer and the array.
+    """
+    tracers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    if not tracers or is_staged():
+        return leaves
+    return [jax.lax.stop_gradient(leaf) if i in tracers else leaf for i, leaf in enumerate(leaves)]
+
+
+def _warn_of_pairs(call: KernelCall, arrays: list[Any]) -> None:
     """Warn, once per kernel, if all pairs of an array with itself may be meant."""
     first: dict[tuple[int, Rank], str] = {}
-    for leaf, path, rank in zip(call.leaves, call.paths, call.structure.ranks, strict=True):
+    for leaf, path, rank in zip(arrays, call.paths, call.structure.ranks, strict=True):
         shape = np.shape(leaf)
         if rank is None or math.prod(shape[: len(shape) - rank.rank]) < 2:
             continue

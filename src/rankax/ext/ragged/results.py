@@ -224,7 +224,7 @@ def plan_ragged(call: KernelCall) -> BatchPlan:
         for part in (ragged.call_of(group) for group in ragged.groups)
     ]
     groups = [(len(group.items), group.lengths) for group in ragged.groups]
-    notes: list[str] = []
+    notes, unmasked = list[str](), list[str]()
     for at, name in enumerate(ragged.dims):
         lengths = ragged.lengths[:, at]
         evaluated = sum(count * longest[at] for count, longest in groups)
@@ -232,6 +232,9 @@ def plan_ragged(call: KernelCall) -> BatchPlan:
         different = plural(len({longest[at] for _, longest in groups}), "length")
         share = f"padding {100 * padding:.0f} %"
         notes.append(f"ragged {name}: {span(lengths)} in {different}, {share}")
+        if padding and name not in call.kernel.declaration.masks.values():
+            counted = f"sums over {name} count copies of each item's last row, too"
+            unmasked.append(f'no parameter is Mask("{name}"): {counted}')
     if (slots := sum(map(ragged.slots, ragged.groups))) > ragged.count:
         notes.append(f"items of a length in buckets, {slots} in all")
     return shown(
@@ -239,5 +242,6 @@ def plan_ragged(call: KernelCall) -> BatchPlan:
         levels=(),
         untouched=call.untouched(),
         ragged=tuple(notes),
+        notes=tuple(unmasked),
         parts=tuple((longest, part) for (_, longest), part in zip(groups, parts, strict=True)),
     )
