@@ -57,6 +57,8 @@ def _reduce_axis(value: Any, site: str) -> int | tuple[int, ...]:
     refusal = f"{site}: reduce_axis must be an int, a tuple of ints, or None, got"
     if isinstance(value, (tuple, list)):
         return tuple(checked_int(axis, refusal) for axis in value)  # pyright: ignore
+    if isinstance(value, str):
+        raise TypeError(f"{refusal} {value!r}; over={value!r} reduces the batch axis of that name")
     return checked_int(value, refusal)
 
 
@@ -67,7 +69,8 @@ def _over(value: Any, site: str) -> tuple[str, ...]:
             f"{site}: over must be the name of a batch axis, or a tuple of names, got {value!r}"
         )
     if not names or len({*names}) < len(names):
-        raise ValueError(f"{site}: over must name different batch axes, got {value!r}")
+        asked = "different batch axes" if names else "at least one batch axis"
+        raise ValueError(f"{site}: over must name {asked}, got {value!r}")
     return tuple(names)
 
 

@@ -132,7 +132,7 @@ def parse_axes(text: str) -> tuple[tuple[str, ...], str]:
     no_names = (word for word in words if not word.isidentifier() or word.startswith("_"))
     problem = next(no_names, None)
     if problem is not None:
-        problem = f"{problem!r} is no name"
+        problem = f"{problem!r} is not a name"
     elif twice := [word for word in words if words.count(word) > 1]:
         problem = f"{twice[0]!r} is there twice"
     elif "|" in core:

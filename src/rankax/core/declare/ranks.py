@@ -470,7 +470,7 @@ def _ordered_axes(trees: Mapping[str, Any], site: str) -> tuple[str, ...]:
             for axis in {dim.name, *dim.names}.intersection(waiting):
                 first = next(other for other, own in ranks if axis in own.batch)
                 raise ValueError(
-                    f"{site}: {axis!r} is a batch axis of {first}, but a core dimension of {name}, "
+                    f"{site}: {axis!r} is a batch axis of {first} and a core dimension of {name}, "
                     "whose sizes are never compared; give one of them another name"
                 )
     ordered: list[str] = []

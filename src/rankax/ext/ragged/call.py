@@ -305,11 +305,11 @@ def _unnamed(call: KernelCall, dense: Plan) -> KernelCall:
         if leaf.position not in call.structure.nodes:
             leaves[leaf.position] = _reshaped(leaves[leaf.position], shape)
         elif leaf.lengths[-1] is None:
-            axis = f"axis {leaf.written.batch[-1]!r}" if leaf.written.batch else "axis has no name"
+            is_it = f"is {leaf.written.batch[-1]!r}" if leaf.written.batch else "has no name"
             raise TypeError(
                 f"{call.site}: {leaf.path} is Ragged, so its batch axis must be the last one of "
-                f"{listed(dense.names)}, but its {axis}; name the other arguments' axes first, in "
-                "the order of the parameters"
+                f"{listed(dense.names)}, but it {is_it}. Names are ordered as in the parameters: "
+                "put those of dense arrays first, and give all Ragged arguments the same name"
             )
     if call.kernel.preset.reduce is not None:
         explicit = {**kernel.explicit, "reduce_axis": dense.reduced}
