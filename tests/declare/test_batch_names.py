@@ -372,7 +372,7 @@ DECLARED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": "i | 3,4"}, ValueError, "x: the dimensions ' 3,4' cannot be read at '3,4'"),
     ({"x": "i | i"}, ValueError, "'i' is a batch axis of x and a core dimension of x"),
     ({"x": "i | 3", "y": "i"}, ValueError, "'i' is a batch axis of x and a core dimension of y"),
-    ({"x": "n", "y": "n |"}, ValueError, "'n' is a batch axis of y, but a core dimension of x"),
+    ({"x": "n", "y": "n |"}, ValueError, "'n' is a batch axis of y and a core dimension of x"),
     ({"x": "i |", "y": "i i+1"}, ValueError, "'i' is a batch axis of x and a core dimension of y"),
     ({"x": "i j |", "y": "j i |"}, ValueError, ORDERS),
     ({"x": "i j |", "y": "j k |", "w": "k i |"}, ValueError, "the batch axes have no common order"),
