@@ -33,6 +33,7 @@ _HINTS = {
     **dict.fromkeys(("nanmax", "nanmean", "nanmin", "nansum"), _NAN),
     **dict.fromkeys(("bincount", "segment_sum"), "use rankax.reductions.ByLabel"),
     "histogram": "use rankax.reductions.Histogram(edges)",
+    **dict.fromkeys(("top_k", "topk"), "use rankax.reductions.TopK(k), or BottomK(k)"),
     **dict.fromkeys(("std", "var"), "use rankax.reductions.Moments(), which has the variance"),
 }
 
