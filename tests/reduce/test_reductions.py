@@ -643,6 +643,7 @@ def test_chunked_reduce_takes_what_vmap_takes():
     [
         ({"reduce": "summ"}, ValueError, "no reduction is called 'summ'; did you mean 'sum'?"),
         ({"reduce": {"distance": "median"}}, ValueError, "a median needs all outputs at once"),
+        ({"reduce": "topk"}, ValueError, "use rankax.reductions.TopK(k), or BottomK(k)"),
         ({"reduce": "std"}, ValueError, "use rankax.reductions.Moments(), which has the variance"),
         ({"reduce": "kurtosis"}, ValueError, f"available: {named_reductions('and')}"),
         (
