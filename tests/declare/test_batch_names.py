@@ -270,6 +270,13 @@ CALLS: list[tuple[Any, ...]] = [
     (TWO, [(7, 3), (5, 3), (7,)], BatchShapeError, "yw", "Batch axis j is 5 (y) and 7 (w)."),
     (TWO, [(7, 3), (5, 3), (1,)], BatchShapeError, "yw", "Batch axis j is 5 (y) and 1 (w)."),
     (TWO, [(7, 3), (1, 3), (5,)], BatchShapeError, "yw", "Batch axis j is 1 (y) and 5 (w)."),
+    (
+        TWO,
+        [(7, 3), (1, 3), (5,)],
+        BatchShapeError,
+        "yw",
+        "if all j have the same y, leave j out",
+    ),
     (TWO, [(7, 3), (0, 3), (5,)], BatchShapeError, "yw", "Batch axis j is 0 (y) and 5 (w)."),
     (TWO, [(7, 1, 3), (5, 3), (5,)], None, "", ""),  # the new axis is one without a name
     (TWO, [(2, 7, 3), (3, 5, 3), (5,)], BatchShapeError, "xy", "Batch axis -3 is 2 (x) and 3 (y)."),

@@ -521,7 +521,7 @@ def bind(
     as one is found, and marked; the wrapper checks its leaves. Otherwise such an array is refused.
     """
     call = bind_unchecked(kernel, args, kwargs)
-    leaves, structure = call.leaves, call.structure
+    leaves, structure, is_traced = call.leaves, call.structure, False
     for i, rank in enumerate(structure.ranks):
         if rank is None:
             continue
@@ -532,11 +532,12 @@ def bind(
             path = structure.paths[i]
             leaves[i] = kernel.converted(leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
+            is_traced = True
             check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
     for i in structure.keys:
         kernel.check_key(leaves[i], structure.paths[i], structure.ranks[i])
     if kernel.warns_of_pairs and not shapes_only:
-        arrays = _primals(leaves)
+        arrays = _primals(leaves) if is_traced else leaves
         if len({*map(id, arrays)}) < len(arrays):
             _warn_of_pairs(call, arrays)
     return call
@@ -547,10 +548,9 @@ def _primals(leaves: list[Any]) -> list[Any]:
 
     ``jax.grad(kernel)(x, x)`` passes two tracers of one array, or a tracer and the array.
     """
-    tracers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
-    if not tracers or is_staged():
+    if is_staged():
         return leaves
-    return [jax.lax.stop_gradient(leaf) if i in tracers else leaf for i, leaf in enumerate(leaves)]
+    return [jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x for x in leaves]
 
 
 def _warn_of_pairs(call: KernelCall, arrays: list[Any]) -> None:

@@ -147,7 +147,7 @@ def checked_ranks(value: Any, site: str) -> Mapping[str, Any]:
 
 
 SYNONYMS = {  # in JAX and NumPy
-    "axis": "did you mean the option 'reduce_axis'?",
+    "axis": "did you mean the option 'reduce_axis', or 'over' for the name of an axis?",
     "axis_size": "did you mean the option 'batch_shape'?",
     "batch_size": "did you mean the option 'chunk_size'?",
     "in_axes": (

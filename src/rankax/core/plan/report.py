@@ -183,7 +183,10 @@ def _clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]
     )
     dim, expected = clash.axis, clash.expected
     if not isinstance(dim, Dim):
-        return f"Batch axis {dim} is {shown}."
+        one = shortened([paths[i] for i in clash.leaves.get(1, ())])
+        same = f"if all {dim} have the same {one}, leave {dim} out of its rank"
+        hint = f" Named axes are not stretched: {same}." if one and isinstance(dim, str) else ""
+        return f"Batch axis {dim} is {shown}.{hint}"
     if dim.name is not None:
         return f"Dimension {dim.name} is {shown}."
     text = dim.text.lstrip("#")
