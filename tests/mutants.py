@@ -80,10 +80,8 @@ MUTANTS = [
     Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
     Mutant("FirstK.plain", "always false", CHOICE),
     Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),
-    Mutant("MomentsInBins.scattered", "always false", "by_label::moments_of_large_numbers"),
-    Mutant(
-        "ArgInBins.scattered", "always false", "by_label::derivatives_of_first_and_second_order", 1
-    ),
+    Mutant("bins._moments", "always false", "by_label::moments_of_large_numbers"),
+    Mutant("bins._best", "always false", "by_label::derivatives_of_first_and_second_order", 1),
     Mutant(
         "InBins._scattered", "always true", "by_label::what_where_leaves_out_sends_nothing_back", 1
     ),

@@ -9,6 +9,7 @@ dropped by the scatter.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +21,14 @@ from jax import lax
 
 from rankax.core.base.arrays import scalar
 from rankax.core.reduce.extrema import Arg, no_index
-from rankax.core.reduce.row import Accumulator, Elementwise, InSlots, State
+from rankax.core.reduce.row import Accumulator, Elementwise, State
 from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, finite
 
 # Numbers of a state; a tile has about 1000 items. Up to so many, it holds what rounding took.
 _MOST_EXACT = 2048
 # Up to so many, a tile is scattered by itself and then added, which rounds less often.
 _MOST_EACH = 256
-_SCATTERS: dict[Any, str] = {lax.add: "add", lax.max: "max", lax.min: "min"}
+_HOW: dict[Any, str] = {lax.add: "add", lax.max: "max", lax.min: "min"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +39,11 @@ class InBins(Accumulator):
     of the values begins with it.
     """
 
-    own: InSlots  # of a bin
+    own: Any  # of a bin: an accumulator of one of the classes in `_SCATTERS`
     length: int
     labels: int = 1  # how many an item has
 
     core = ()
-    # Whether a tile by itself takes fewer scatters than one that is added to a state.
-    is_simpler_alone = False
 
     @property
     def may_repeat(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -73,7 +72,8 @@ class InBins(Accumulator):
         return None
 
     def step(self, state: State, tile: Any, index: Any, counts: Any = None) -> State:
-        is_simpler = self.is_simpler_alone and self.length <= tile[0].size
+        # By itself, a tile of exponentials takes fewer scatters.
+        is_simpler = isinstance(self.own, LogSumExpOf) and self.length <= tile[0].size
         if is_simpler or (self.drifts and self.size <= _MOST_EACH):
             # Without a barrier, XLA would scatter the tile into the state, and round as often.
             return self.merge(state, lax.optimization_barrier(self.lift(tile, counts)))
@@ -91,18 +91,12 @@ class InBins(Accumulator):
         # Labels and items become one axis, the first.
         flat = [lax.collapse(jnp.moveaxis(x, -1, rank - 1), 0, rank) for x in values]
         at = lax.collapse(labels, 0)
+        scatter = functools.partial(_SCATTERS[type(self.own)], self.own, at)
+        more = {"index": index, "labels": self.labels}
         if not self.own.core:
-            return self._as_slots(lambda own: self.scattered(own, at, flat, index), state)
+            return self._as_slots(lambda state: scatter(state, *flat, **more), state)
         # Values get a slot, too: to drop that of the bins, XLA would copy them.
-        flat = [lax.expand_dims(x, (x.ndim,)) for x in flat]
-        return self.scattered(state, at, flat, index)
-
-    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
-        """Add values to the states of their bins, both on the first axis.
-
-        ``index`` is None if no bin has any yet.
-        """
-        raise NotImplementedError
+        return scatter(state, *(lax.expand_dims(x, (x.ndim,)) for x in flat), **more)
 
     def of_items(self, numbers: jax.Array, labels: jax.Array, counts: Any = None) -> jax.Array:
         """Return the number of the bin of each label, and 0 for others, as cotangents go back."""
@@ -139,6 +133,13 @@ class InBins(Accumulator):
         found = fun(*jax.tree.map(lambda x: lax.squeeze(x, (1,)), states))
         return jax.tree.map(lambda x: lax.expand_dims(x, (1,)), found)
 
+    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
+        def of_label(number: jax.Array) -> jax.Array:
+            labels = number.dtype.type(self.labels)
+            return place(number // labels) * labels + number % labels
+
+        return self.own.renumber(state, of_label)
+
 
 def _scatter(x: jax.Array, at: jax.Array, values: Any, how: str = "add") -> jax.Array:
     """Return ``x`` with values scattered along its first axis; those outside of it are dropped."""
@@ -165,56 +166,43 @@ def gather(x: jax.Array, at: jax.Array) -> jax.Array:
     return x.at[at].get(mode="clip", wrap_negative_indices=False)
 
 
-class Scattered(InBins):
-    """A sum, a maximum or a minimum, by one scatter."""
-
-    own: Elementwise
-
-    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
-        return _scatter(state, at, values[0].astype(state.dtype), _SCATTERS[self.own.combine])
+# What adds values to the states of their bins, both on the first axis, for each class of
+# accumulators. ``at``: the bins of the values. ``index``: those of the items, each of which has so
+# many ``labels``; None if no bin has any item yet.
 
 
-class CountInBins(Scattered):
-    """How many labels each bin has. It takes labels only."""
-
-    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
-        return _scatter(state, at, scalar(1, state.dtype))
-
-
-class LogSumExpInBins(InBins):
-    """The largest real part, and the sum of exponentials relative to it."""
-
-    own: LogSumExpOf
-    is_simpler_alone = True
-
-    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
-        largest, total = state
-        x, scaled = self.own.lift(values[0])
-        before, largest = gather(largest, at), _scatter(largest, at, x, "max")
-        top = gather(largest, at)
-        if index is not None:  # items of the same bin write the same number
-            total = _scatter(total, at, gather(total, at) * self.own.ratio(before, top), "set")
-        return largest, _scatter(total, at, scaled * self.own.ratio(x, top))
+def _elementwise(own: Elementwise, at: jax.Array, state: State, *values: Any, **_: Any) -> State:
+    """Scatter into a sum, a maximum or a minimum; without values, count the labels."""
+    value = values[0].astype(state.dtype) if values else scalar(1, state.dtype)
+    return _scatter(state, at, value, _HOW[own.combine])
 
 
-class MomentsInBins(InBins):
-    """Count, mean, and squared distances from it, by the formula of Welford for many items."""
+def _exponentials(
+    own: LogSumExpOf, at: jax.Array, state: State, value: Any, *, index: Any, **_: Any
+) -> State:
+    largest, total = state
+    x, scaled = own.lift(value)
+    before, largest = gather(largest, at), _scatter(largest, at, x, "max")
+    top = gather(largest, at)
+    if index is not None:  # items of the same bin write the same number
+        total = _scatter(total, at, gather(total, at) * own.ratio(before, top), "set")
+    return largest, _scatter(total, at, scaled * own.ratio(x, top))
 
-    own: MomentsOf
 
-    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
-        count, mean, squares = state
-        x = values[0].astype(mean.dtype)
-        # A bin without items begins at one of them, whichever, so that no large numbers cancel.
-        is_first = _like_items(gather(count, at), x) == 0
-        mean = _scatter(mean, at, jnp.where(is_first, x, gather(mean, at)), "set")
-        count = _scatter(count, at, scalar(1, count.dtype))
-        off = x - finite(gather(mean, at))
-        # At least 1, or else the derivative of an item of no bin would be 0/0.
-        number = jnp.maximum(_like_items(gather(count, at), x), 1)
-        mean = _scatter(mean, at, off / number)
-        left = x - gather(mean, at)
-        return count, mean, _scatter(squares, at, jnp.real(off * jnp.conj(left)))
+def _moments(own: MomentsOf, at: jax.Array, state: State, value: Any, **_: Any) -> State:
+    """Scatter by the formula of Welford for many items."""
+    count, mean, squares = state
+    x = value.astype(own.dtype)
+    # A bin without items begins at one of them, whichever, so that no large numbers cancel.
+    is_first = _like_items(gather(count, at), x) == 0
+    mean = _scatter(mean, at, jnp.where(is_first, x, gather(mean, at)), "set")
+    count = _scatter(count, at, scalar(1, count.dtype))
+    off = x - finite(gather(mean, at))
+    # At least 1, or else the derivative of an item of no bin would be 0/0.
+    number = jnp.maximum(_like_items(gather(count, at), x), 1)
+    mean = _scatter(mean, at, off / number)
+    left = x - gather(mean, at)
+    return count, mean, _scatter(squares, at, jnp.real(off * jnp.conj(left)))
 
 
 def _like_items(numbers: Any, items: Any) -> Any:
@@ -222,42 +210,24 @@ def _like_items(numbers: Any, items: Any) -> Any:
     return lax.expand_dims(numbers, range(1, items.ndim - 1)).astype(items.dtype)
 
 
-class ArgInBins(InBins):
-    """The best value, and the index of its label among all labels: item by item, in order."""
-
-    own: Arg
-
-    def scattered(self, state: State, at: jax.Array, values: list[jax.Array], index: Any) -> State:
-        (best, found), x = state, values[0]
-        none = scalar(no_index(found.dtype), found.dtype)
-        before, best = gather(best, at), _scatter(best, at, x, "max" if self.own.largest else "min")
-        after = gather(best, at)
-        found = _scatter(
-            found, at, jnp.where(self.own.wins(after, before), none, gather(found, at)), "set"
-        )
-        first = index * index.dtype.type(self.labels)
-        each = lax.broadcasted_iota(index.dtype, (self.labels, index.size), 0)
-        number = lax.collapse(lax.expand_dims(first, (0,)) + each, 0)
-        number = lax.expand_dims(number, range(1, found.ndim)).astype(found.dtype)
-        is_best = ~self.own.wins(after, x)
-        return best, _scatter(found, at, jnp.where(is_best, number, none), "min")
-
-    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
-        def of_label(number: jax.Array) -> jax.Array:
-            labels = number.dtype.type(self.labels)
-            return place(number // labels) * labels + number % labels
-
-        return self.own.renumber(state, of_label)
+def _best(own: Arg, at: jax.Array, state: State, x: Any, *, index: Any, labels: int) -> State:
+    """Scatter the best value, and the index of its label among all labels, in their order."""
+    best, found = state
+    none = scalar(no_index(found.dtype), found.dtype)
+    before, best = gather(best, at), _scatter(best, at, x, "max" if own.largest else "min")
+    after = gather(best, at)
+    found = _scatter(found, at, jnp.where(own.wins(after, before), none, gather(found, at)), "set")
+    first = index * index.dtype.type(labels)
+    each = lax.broadcasted_iota(index.dtype, (labels, index.size), 0)
+    number = lax.collapse(lax.expand_dims(first, (0,)) + each, 0)
+    number = lax.expand_dims(number, range(1, found.ndim)).astype(found.dtype)
+    is_best = ~own.wins(after, x)
+    return best, _scatter(found, at, jnp.where(is_best, number, none), "min")
 
 
-_KINDS: dict[type, type[InBins]] = {
-    Elementwise: Scattered,
-    LogSumExpOf: LogSumExpInBins,
-    MomentsOf: MomentsInBins,
-    Arg: ArgInBins,
+_SCATTERS: dict[type, Callable[..., State]] = {
+    Elementwise: _elementwise,
+    LogSumExpOf: _exponentials,
+    MomentsOf: _moments,
+    Arg: _best,
 }
-
-
-def in_bins(own: Any, length: int, labels: int = 1) -> InBins:
-    """Return an accumulator with a state for each bin."""
-    return _KINDS[type(own)](own, length, labels)

@@ -20,7 +20,7 @@ from rankax.core.reduce.extrema import Arg, worst_value
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
 from rankax.core.reduce.row import Accumulation, Elementwise, Finding, Request, Row, alone
 from rankax.core.trace.derivatives import call_with_derivative_of
-from rankax.ext.reductions.bins import CountInBins, constant, in_bins
+from rankax.ext.reductions.bins import InBins, constant
 from rankax.ext.reductions.sums import LogSumExp, Mean, Moments, Sum
 from rankax.ext.reductions.top import if_found
 from rankax.ext.reductions.unused import unless_unused
@@ -162,7 +162,7 @@ class _Labelled(Reduction):
         self, parts: _LabelledOutputs, position: int, own: Any, mask: int | None = None
     ) -> Accumulation:
         """Return what folds one value with an accumulator in each bin."""
-        in_each = in_bins(own, self.length, parts.labels.size)
+        in_each = InBins(own, self.length, parts.labels.size)
         return Accumulation((parts.position, position), in_each, mask)
 
     def _counting(self, outputs: Outputs, parts: _LabelledOutputs) -> list[Accumulation]:
@@ -172,7 +172,7 @@ class _Labelled(Reduction):
         # One scatter of pairs (value, 1) would take 0.7 to 0.85 of the time of two on a CPU, but
         # float32 counts to 2**24, and a chunk on a GPU has more items.
         own = Elementwise((), count_dtype(outputs.total * parts.labels.size), 0, lax.add, jnp.sum)
-        return [Accumulation((parts.position,), CountInBins(own, self.length), outputs.mask)]
+        return [Accumulation((parts.position,), InBins(own, self.length), outputs.mask)]
 
     def numbers_of_tile(self, outputs: Outputs) -> int:
         return self.length * sum(aval.size for _, aval in self._parts(outputs).values)

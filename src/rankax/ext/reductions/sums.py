@@ -115,31 +115,28 @@ class Prod(_Accumulated):
         return jnp.moveaxis(state, 0, -1)
 
 
-class _Truth(_Accumulated):
-    folds_constants = True
-
-    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        # `jax.numpy.any` and `all` look at the real part of a complex number only.
-        return super().plain(outputs, row, [out.astype(jnp.bool_) for out in outs])
+def _of_truths(fun: Callable[..., Any]) -> Any:
+    # `jax.numpy.any` and `all` look at the real part of a complex number only.
+    return staticmethod(lambda out, axis: fun(out.astype(jnp.bool_), axis))
 
 
 @dataclasses.dataclass(frozen=True)
-class AnyOf(_Truth):
+class AnyOf(_Accumulated):
     """`jax.numpy.any`, but a complex number is true unless it is 0, as in `numpy.any`."""
 
     name = "any"  # pyright: ignore
-    function = reduce = staticmethod(jnp.any)
+    function, reduce = _of_truths(jnp.any), staticmethod(jnp.any)
     identity, combine = False, staticmethod(lax.bitwise_or)
-    is_sum = True
+    folds_constants = is_sum = True
 
 
 @dataclasses.dataclass(frozen=True)
-class All(_Truth):
+class All(_Accumulated):
     """`jax.numpy.all`, but a complex number is true unless it is 0, as in `numpy.all`."""
 
-    function = reduce = staticmethod(jnp.all)
+    function, reduce = _of_truths(jnp.all), staticmethod(jnp.all)
     identity, combine = True, staticmethod(lax.bitwise_and)
-    is_sum = True
+    folds_constants = is_sum = True
 
 
 @dataclasses.dataclass(frozen=True)
