@@ -14,7 +14,7 @@ import pytest
 import rankax
 from helpers import assert_same, at_each_run, compilations, refusal, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax.ext.memory.budget import Cost, fit_chunk
+from rankax.ext.memory.budget import MemoryFit, fit_chunk
 from rankax.ext.memory.limit import free_bytes
 
 pytestmark = pytest.mark.optimized
@@ -550,7 +550,7 @@ def test_few_chunk_sizes_are_measured(name):
 
     def measure(size):
         measured.append(size)
-        return Cost(size, memory(size), None)
+        return MemoryFit(limit, size, size, memory(size))
 
     fit = fit_chunk(measure, (997,), 997, limit, "kernel()")
     assert measured == expected

@@ -15,6 +15,7 @@ import rankax
 from helpers import refusal
 from rankax import auto_vmap, chunked_vmap
 from rankax._options import NAMES, Given
+from rankax.plans import MemoryFit
 
 X = jnp.asarray(np.arange(24.0).reshape(8, 3))
 
@@ -176,13 +177,12 @@ def test_wrong_options_are_refused_at_once(give, error, text):
 
 def test_memory_is_measured_anew_for_other_options(monkeypatch):
     measured = []
-    fit_of = rankax.ext.memory.limit.fit_of
 
     def recorded(*args):
         measured.append(args)
-        return fit_of(*args)
+        return MemoryFit(*args)
 
-    monkeypatch.setattr("rankax.ext.memory.limit.fit_of", recorded)
+    monkeypatch.setattr("rankax.ext.memory.limit.MemoryFit", recorded)
     limited = norm.with_options(memory_limit=10**6, chunk_size=3)
     for devices in (None, 1, None):
         limited.with_options(devices=devices).plan(X)

@@ -58,24 +58,8 @@ def shown_bytes(count: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """The temporaries of one call in bytes, as reported by the compiler."""
-
-    in_flight: int
-    forward: int
-    gradient: int | None
-    no_gradient: str = ""  # why there is none
-    cotangents: int = 0  # what those of large arguments need beside it
-
-    @property
-    def most(self) -> int:
-        """The larger of the two."""
-        return max(self.forward, self.gradient or 0)
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryFit:
-    """The chunk size chosen for a memory limit.
+    """What a chunk size needs, such as the one chosen for a memory limit.
 
     Attributes
     ----------
@@ -83,6 +67,8 @@ class MemoryFit:
         The limit in bytes.
     chunk_size : int
         The largest ``chunk_size`` that was measured to be within the limit.
+    in_flight : int
+        How many items are evaluated at once.
     forward : int
         Temporaries of the call in bytes, as reported by the compiler.
     gradient : int or None
@@ -100,11 +86,17 @@ class MemoryFit:
 
     limit: int
     chunk_size: int
+    in_flight: int
     forward: int
-    gradient: int | None
+    gradient: int | None = None
     stored: bool = False
     no_gradient: str = ""
     cotangents: int = 0
+
+    @property
+    def most(self) -> int:
+        """The bytes of the call or of its gradient, whichever needs more."""
+        return max(self.forward, self.gradient or 0)
 
     def __str__(self) -> str:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
@@ -132,7 +124,7 @@ _AIM = 0.97  # the share of the limit that a guess aims at
 
 
 def fit_chunk(
-    measure: Callable[[int], Cost], sizes: Sequence[int], most: int, limit: int, site: str
+    measure: Callable[[int], MemoryFit], sizes: Sequence[int], most: int, limit: int, site: str
 ) -> MemoryFit:
     """Return a chunk size of at most ``most`` that was measured to be within ``limit``.
 
@@ -147,7 +139,7 @@ def fit_chunk(
     TooLargeError
         If a chunk of one item exceeds the limit.
     """
-    measured: dict[int, Cost] = {}
+    measured: dict[int, MemoryFit] = {}
     low = 0  # the largest chunk within the limit
     candidate = first = even_chunk_size(sizes, min(_SMALL, most))
     while len(measured) < _MOST_MEASURED:
@@ -169,23 +161,11 @@ def fit_chunk(
     if cost.most > limit:
         # Both are always measured. A chunk that the compiler fuses may need less than one item.
         least = min(cost.most, measured[first].most)
-        raise TooLargeError(_too_much(cost, least, limit, site))
-    return fit_of(cost, limit, low)
+        raise TooLargeError(_too_much(cost, least, site))
+    return cost
 
 
-def fit_of(cost: Cost, limit: int, chunk_size: int) -> MemoryFit:
-    """Return a chunk size with its cost, which is within the limit."""
-    return MemoryFit(
-        limit,
-        chunk_size,
-        cost.forward,
-        cost.gradient,
-        no_gradient=cost.no_gradient,
-        cotangents=cost.cotangents,
-    )
-
-
-def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
+def _guess(measured: dict[int, MemoryFit], low: int, high: int, limit: int) -> int:
     """Return a chunk size between ``low`` and ``high`` that should need nearly the limit."""
     below = [measured[size].most for size in sorted(measured) if size <= low]
     if len(below) > 1 and below[-1] <= below[-2]:  # a tile, say, needs the same for any chunk
@@ -202,7 +182,7 @@ def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
     return min(max(guess, low + 1), high - 1)
 
 
-def _too_much(cost: Cost, least: int, limit: int, site: str) -> str:
+def _too_much(cost: MemoryFit, least: int, site: str) -> str:
     needs = f"{shown_bytes(cost.forward)} forward"
     if cost.gradient is not None:
         needs += f" and {shown_bytes(cost.gradient)} in the gradient"
@@ -211,5 +191,5 @@ def _too_much(cost: Cost, least: int, limit: int, site: str) -> str:
     step = "split the item itself, such as with chunked_vmap inside the kernel"
     return (
         f"{site}: one item alone needs {needs} beyond inputs and outputs, and memory_limit is "
-        f"{shown_bytes(limit)}; raise it to at least {least} bytes, or {step}"
+        f"{shown_bytes(cost.limit)}; raise it to at least {least} bytes, or {step}"
     )

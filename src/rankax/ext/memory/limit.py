@@ -35,11 +35,9 @@ from rankax.core.trace.derivatives import of_some
 from rankax.core.trace.programs import evaluate
 from rankax.ext.equations import bytes_of_item
 from rankax.ext.memory.budget import (
-    Cost,
     MemoryFit,
     TooLargeError,
     fit_chunk,
-    fit_of,
     limit_in_bytes,
     shown_bytes,
 )
@@ -83,15 +81,21 @@ def fit_to_limit(
     compiler, total = dict(options.compiler_options or ()) or None, math.prod(sizes)
 
     @functools.cache
-    def measure(chunk_size: int) -> Cost:
+    def limit() -> int:
+        return limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
+
+    @functools.cache
+    def measure(chunk_size: int) -> MemoryFit:
         in_flight, call = program(chunk_size, options.checkpoint)
         forward = _temporaries(jax.jit(call).trace(*shapes), compiler)
+        cost = MemoryFit(limit(), chunk_size, in_flight, forward)
         if options.checkpoint is False:
-            return Cost(in_flight, forward, None)
+            return cost
         traced, why = _gradient(call, *shapes)
-        return Cost(in_flight, forward, traced and _temporaries(traced, compiler), why)
+        gradient = traced and _temporaries(traced, compiler)
+        return dataclasses.replace(cost, gradient=gradient, no_gradient=why)
 
-    def measure_apart(chunk_size: int, most: int) -> Cost:
+    def measure_apart(chunk_size: int, most: int) -> MemoryFit:
         """Measure a gradient without what cotangents of arrays of more than ``most`` bytes need.
 
         These are needed for any chunk, as by one of a single item, and are two copies at most; what
@@ -110,17 +114,13 @@ def fit_to_limit(
         return dataclasses.replace(cost, gradient=gradient, cotangents=theirs)
 
     def fit() -> MemoryFit:
-        limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
         most = min(options.most or total, total)
-        settings: Any = sizes, most, limit, site
-        share = max(limit // _LARGE, _LEAST_LARGE)
+        settings: Any = sizes, most, limit(), site
+        share = max(limit() // _LARGE, _LEAST_LARGE)
         is_large = [has_tangent(x) and bytes_of_type(x) > share for x in jax.tree.leaves(shapes)]
         try:
-            bound = measure(most) if options.most else None
-            if bound and bound.most <= limit:
-                found = fit_of(bound, limit, most)
-            else:
-                found = fit_chunk(measure, *settings)
+            fits = bool(options.most) and measure(most).most <= limit()
+            found = measure(most) if fits else fit_chunk(measure, *settings)
         except TooLargeError:
             if measure(1).gradient is None or not any(is_large):
                 raise
@@ -130,14 +130,13 @@ def fit_to_limit(
             return found
         traced, _ = _gradient(program(found.chunk_size, False)[1], *shapes)
         gradient = _temporaries(traced, compiler)
-        if gradient > limit:
+        if gradient > limit():
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
     def estimate() -> str:
-        limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
         each = max(1, bytes_of_item(item.jaxpr))
-        size = min(total, max(1, limit // (2 * each)))
+        size = min(total, max(1, limit() // (2 * each)))
         return (
             f" (one item computes {shown_bytes(each)}, and its gradient about as much again, so "
             f"chunk_size={size} should do)"
