@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """``chunked_vmap``: `jax.vmap` in chunks; ``chunked_reduce``: without ever storing the outputs.
 
-`AxisMap` binds their calls; all checks precede the trace.
+`call/axes.py` binds their calls; all checks precede the trace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from rankax._options import Options, check_together, given_options, resolve
-from rankax.call.axes import AxisMap
+from rankax.call.axes import bind_axes, checked_axes
 from rankax.core.base.messages import (
     check_callable,
     function_name,
@@ -171,8 +171,8 @@ def chunked_vmap(
         batched=batched,
         cpu_math=cpu_math,
     )
-    axes = AxisMap(fun, site, in_axes, axis_size, out_axes, axis_name)
-    return function_of_batches(axes, given)
+    axes = {"in_axes": in_axes, "axis_size": axis_size, "out_axes": out_axes}
+    return function_of_batches(fun, site, given, **axes, axis_name=axis_name)
 
 
 @refuses_jit
@@ -307,16 +307,21 @@ def chunked_reduce(
         cpu_math=cpu_math,
     )
     given["reduce"] = read_reductions(reduce, caller)
-    return function_of_batches(AxisMap(fun, caller, in_axes, axis_size), given)
+    return function_of_batches(fun, caller, given, in_axes=in_axes, axis_size=axis_size)
 
 
-def function_of_batches(axes: AxisMap, given: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function as it is mapped; a scope decides the options that are not ``given``."""
-    preset = Options(**given)
-    check_together(preset, axes.site)
+def function_of_batches(
+    fun: Callable[..., Any], site: str, given: Mapping[str, Any], **axes: Any
+) -> Callable[..., Any]:
+    """Return a function as it is mapped along ``axes``, which are arguments of `checked_axes`.
 
-    @functools.wraps(axes.fun)
+    A scope decides the options that are not ``given``.
+    """
+    preset, axes = Options(**given), checked_axes(site, **axes)
+    check_together(preset, site)
+
+    @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return evaluate(axes.bind(args, kwargs), resolve(given, preset))
+        return evaluate(bind_axes(fun, site, args, kwargs, **axes), resolve(given, preset))
 
     return mapped

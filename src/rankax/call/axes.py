@@ -109,83 +109,83 @@ class AxisCall(Call):
             raise
 
 
-@dataclasses.dataclass
-class AxisMap:
-    """A function and the parameters with which `jax.vmap` maps it; they are checked here."""
+def checked_axes(
+    site: str, *, in_axes: Any = 0, axis_size: Any = None, out_axes: Any = 0, axis_name: Any = None
+) -> dict[str, Any]:
+    """Check what `jax.vmap` would check at the call; return arguments of `bind_axes`."""
+    if axis_size is not None:
+        refusal = f"{site}: axis_size must be a positive int, got"
+        axis_size = checked_int(axis_size, refusal, least=0)
+    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    axes = {"in_axes": in_axes, "out_axes": out_axes}
+    for parameter, prefix in axes.items():
+        for path, entry in jax.tree_util.tree_flatten_with_path(prefix)[0]:
+            if not is_axis(entry):
+                raise TypeError(
+                    f"{site}: {parameter} must hold ints and None, got {type(entry).__name__} "
+                    f"{entry!r} at {parameter}{jax.tree_util.keystr(path)}"
+                )
+    return {**axes, "axis_size": axis_size, "axis_name": axis_name}
 
-    fun: Callable[..., Any]
-    site: str  # how an error message begins
-    in_axes: Any = 0
-    axis_size: int | None = None
-    out_axes: Any = 0
-    axis_name: Hashable | None = None
 
-    def __post_init__(self) -> None:
-        """Check what `jax.vmap` would check at the call; a list of ``in_axes`` becomes a tuple."""
-        if self.axis_size is not None:
-            refusal = f"{self.site}: axis_size must be a positive int, got"
-            self.axis_size = checked_int(self.axis_size, refusal, least=0)
-        if isinstance(self.in_axes, list):
-            self.in_axes = tuple(self.in_axes)
-        for parameter, axes in (("in_axes", self.in_axes), ("out_axes", self.out_axes)):
-            for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
-                if not is_axis(entry):
-                    raise TypeError(
-                        f"{self.site}: {parameter} must hold ints and None, got "
-                        f"{type(entry).__name__} {entry!r} at "
-                        f"{parameter}{jax.tree_util.keystr(path)}"
-                    )
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AxisCall:
-        """Give every leaf its axis and find the common length, or say which leaf does not fit."""
-        in_axes, axis_size, site = self.in_axes, self.axis_size, self.site
-        if isinstance(in_axes, tuple) and len(in_axes) != len(args):
-            raise ValueError(
-                f"{site}: in_axes has {plural(len(in_axes), 'entry')} for "
-                f"{plural(len(args), 'positional argument')}"
-            )
-        prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-        names = argument_names(self.fun, len(args))
-        named: list[tuple[str, Any]] = []
-        places: list[int | None] = []
-        for name, prefix, arg in [
-            *zip(names, prefixes, args, strict=True),
-            *((name, 0, kwargs[name]) for name in sorted(kwargs)),
-        ]:
-            of_arg = leaves_with_names(arg, name)
-            named += of_arg
-            try:
-                places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
-            except ValueError as error:
-                raise ValueError(f"{site}: {error}") from None
-            _refuse_rows(arg, name, places[len(places) - len(of_arg) :], site)
-        pairs = list(zip(named, places, strict=True))
-        table = [(name, x, axis) for (name, x), axis in pairs if axis is not None]
-        if not table and axis_size is None:
-            raise ValueError(
-                f"{site}: nothing is mapped; map at least one array through in_axes, or give "
-                "axis_size"
-            )
-        if axis_size is not None:
-            table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
-        for name, x, _ in table:
-            check_no_ref(x, site, name)
-        length = common_length(table, site)
-        leaves = [x if axis is None else jnp.asarray(x) for (_, x), axis in pairs]
-        places = [None if axis is None else axis % jnp.ndim(x) for (_, x), axis in pairs]
-        return AxisCall(
-            self.fun,
-            function_name(self.fun),
-            site,
-            leaves,
-            [name for name, _ in named],
-            jax.tree.structure((args, kwargs)),
-            in_axes,
-            places,
-            length,
-            out_axes=self.out_axes,
-            axis_name=self.axis_name,
+def bind_axes(
+    fun: Callable[..., Any],
+    site: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_axes: Any,
+    axis_size: int | None,
+    out_axes: Any,
+    axis_name: Hashable | None,
+) -> AxisCall:
+    """Give every leaf its axis and find the common length, or say which leaf does not fit."""
+    if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+        raise ValueError(
+            f"{site}: in_axes has {plural(len(in_axes), 'entry')} for "
+            f"{plural(len(args), 'positional argument')}"
         )
+    prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    names = argument_names(fun, len(args))
+    named: list[tuple[str, Any]] = []
+    places: list[int | None] = []
+    for name, prefix, arg in [
+        *zip(names, prefixes, args, strict=True),
+        *((name, 0, kwargs[name]) for name in sorted(kwargs)),
+    ]:
+        of_arg = leaves_with_names(arg, name)
+        named += of_arg
+        try:
+            places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
+        except ValueError as error:
+            raise ValueError(f"{site}: {error}") from None
+        _refuse_rows(arg, name, places[len(places) - len(of_arg) :], site)
+    pairs = list(zip(named, places, strict=True))
+    table = [(name, x, axis) for (name, x), axis in pairs if axis is not None]
+    if not table and axis_size is None:
+        raise ValueError(
+            f"{site}: nothing is mapped; map at least one array through in_axes, or give axis_size"
+        )
+    if axis_size is not None:
+        table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
+    for name, x, _ in table:
+        check_no_ref(x, site, name)
+    length = common_length(table, site)
+    leaves = [x if axis is None else jnp.asarray(x) for (_, x), axis in pairs]
+    places = [None if axis is None else axis % jnp.ndim(x) for (_, x), axis in pairs]
+    return AxisCall(
+        fun,
+        function_name(fun),
+        site,
+        leaves,
+        [name for name, _ in named],
+        jax.tree.structure((args, kwargs)),
+        in_axes,
+        places,
+        length,
+        out_axes=out_axes,
+        axis_name=axis_name,
+    )
 
 
 def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], site: str) -> None:

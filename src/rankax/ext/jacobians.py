@@ -21,7 +21,6 @@ from jax.flatten_util import ravel_pytree
 
 from rankax._front.chunked import chunked_reduce, function_of_batches
 from rankax._options import given_options
-from rankax.call.axes import AxisMap
 from rankax.core.base.arrays import as_weak, counted, has_tangent, index_dtype, zeros_of
 from rankax.core.base.cache import Kept
 from rankax.core.base.messages import (
@@ -160,7 +159,7 @@ class _Jacobian:
         named = functools.wraps(self.fun, updated=())(lambda number: item(number))  # for errors
         reductions = None if reduce is None else read_reductions(reduce, self.site)
         given = {**self.given, "reduce": reductions}
-        return function_of_batches(AxisMap(named, self.site, out_axes=axis), given)(numbers)
+        return function_of_batches(named, self.site, given, out_axes=axis)(numbers)
 
     def whole(self, like: Any) -> Any:
         """Return the Jacobian, with the structure and the types of ``like``."""
