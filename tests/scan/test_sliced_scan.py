@@ -12,7 +12,7 @@ from jax import lax
 
 from helpers import assert_same, is_checkpoint, primitives, refusal
 from rankax import sliced_scan
-from rankax.ext.scan.sliced import find_blocks
+from rankax.ext.scan.sliced import find_chunks
 from scan_cases import XS, drift, here
 
 
@@ -28,14 +28,12 @@ def test_layout_keeps_just_the_steps_of_the_slice():
         for reverse in (False, True):
             window = slice(*bounds)
             executed = range(length)[::-1] if reverse else range(length)
-            lead, blocks, before, stride, partial = find_blocks(length, executed[window])
-            block = [False] * before + [True]
-            rest = [False] * (stride - len(block))
-            walked = [False] * lead + (block + rest) * blocks + block * partial
-            walked += [False] * (length - len(walked))
+            lead, before, stride, end = find_chunks(length, executed[window])
+            in_chunks = [at % stride == before for at in range(end - lead)]
+            walked = [False] * lead + in_chunks + [False] * (length - end)
             wanted = set(range(length)[window])
             assert walked == [i in wanted for i in executed], (length, window, reverse)
-            assert (blocks == length) == (len(wanted) == length)
+            assert len(range(lead, end, stride)) == len(wanted)  # each chunk has its own
 
 
 def test_init_takes_the_dtype_of_the_carry():

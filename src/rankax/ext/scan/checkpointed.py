@@ -194,11 +194,4 @@ def scan_checkpointed(
     if length <= sizes[0]:
         return chunk(length)(carry, items)
     size = split_into_chunks(length, sizes[0]).size
-    count = length // size
-    whole = count * size
-    carry, ys = loop.blocks(chunk(size), carry, loop.cut(items, 0, whole), count, size)
-    ys = jax.tree.map(lambda y: y.reshape(whole, *y.shape[2:]), ys)
-    if whole < length:
-        carry, rest = chunk(length - whole)(carry, loop.cut(items, whole, length))
-        ys = loop.join(ys, rest)
-    return carry, ys
+    return loop.in_chunks(chunk, carry, items, length, size)

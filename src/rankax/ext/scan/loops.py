@@ -285,11 +285,26 @@ class Loop:
         run = functools.partial(only_carry.run, length=end - begin)
         return (jax.checkpoint(run) if checkpoint else run)(carry, self.cut(items, begin, end))[0]
 
-    def blocks(self, block: Step, carry: Any, items: Any, count: int, size: int) -> tuple[Any, Any]:
-        """Loop over ``count`` blocks of ``size`` items; splitting the axis is only a reshape."""
-        stacked = jax.tree.map(lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]), items)
+    def in_chunks(
+        self, chunk: Callable[[int], Step], carry: Any, items: Any, length: int, size: int
+    ) -> tuple[Any, Any]:
+        """Loop over chunks of ``size`` steps, the last of which may be shorter.
+
+        ``chunk``: returns what runs the steps of a chunk, from their number. Its outputs have an
+        axis in front, along which those of all chunks are joined.
+        """
+        count = length // size
         unroll = self.unroll if self.unroll is True else max(1, self.unroll // size)
-        return lax.scan(block, carry, stacked, count, self.reverse, unroll)
+        stacked = jax.tree.map(  # splitting the axis is only a reshape
+            lambda leaf: leaf.reshape(count, size, *leaf.shape[1:]),
+            self.cut(items, 0, count * size),
+        )
+        carry, ys = lax.scan(chunk(size), carry, stacked, count, self.reverse, unroll)
+        ys = jax.tree.map(lambda y: lax.collapse(y, 0, 2), ys)
+        if left := length % size:
+            carry, rest = chunk(left)(carry, self.cut(items, length - left, length))
+            ys = self.join(ys, rest)
+        return carry, ys
 
     def cut(self, items: Any, begin: int, end: int) -> Any:
         """Cut the leading axis to some steps, counted in the order of execution."""

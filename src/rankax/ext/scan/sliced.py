@@ -20,7 +20,7 @@ from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import read_reductions
 from rankax.ext.runs import RunStates, reduce_row
 from rankax.ext.scan.checkpointed import scan_checkpointed
-from rankax.ext.scan.loops import Loop, kept_steps, run_scan, scan_call
+from rankax.ext.scan.loops import Loop, Step, kept_steps, run_scan, scan_call
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -213,15 +213,14 @@ def _echo(carry: Any, y: Any) -> tuple[Any, Any]:
     return carry, y
 
 
-def find_blocks(length: int, kept: range) -> tuple[int, int, int, int, bool]:
-    """Divide a loop into blocks with one kept step each.
+def find_chunks(length: int, kept: range) -> tuple[int, int, int, int]:
+    """Divide a loop into chunks with one kept step each.
 
-    First come ``lead`` skipped steps. Then come ``blocks`` blocks of ``stride`` steps, in each of
-    which the step after the first ``before`` is kept. If ``partial``, another block follows that
-    ends with its kept step. All other steps are skipped.
+    After ``lead`` skipped steps come chunks of ``stride`` steps, in each of which the step after
+    the first ``before`` is kept. The last chunk may be shorter. From ``end`` on, steps are skipped.
 
-    The blocks begin as early as possible, so that they tile the loop if the stride divides its
-    length and no block is left out.
+    The chunks begin as early as possible, so that they tile the loop if the stride divides its
+    length and no chunk is left out.
 
     Parameters
     ----------
@@ -231,49 +230,42 @@ def find_blocks(length: int, kept: range) -> tuple[int, int, int, int, bool]:
 
     Returns
     -------
-    lead, blocks, before, stride : int
-    partial : bool
+    lead, before, stride, end : int
     """
     if not kept:
-        return length, 0, 0, 1, False
+        return length, 0, 1, length
     first = min(kept[0], kept[-1])
     stride = abs(kept.step) if len(kept) > 1 else 1
     before = min(first, stride - 1)
     lead = first - before
-    blocks = min(len(kept), (length - lead) // stride)
-    return lead, blocks, before, stride, blocks < len(kept)
+    return lead, before, stride, min(length, lead + len(kept) * stride)
 
 
 def _scan_range(
     loop: Loop, carry: Any, items: Any, kept: Any, *, checkpoint: bool
 ) -> tuple[Any, list[Any]]:
-    """Run the stretches and blocks of `find_blocks` in turn; only kept steps have outputs."""
+    """Run the stretches and chunks of `find_chunks` in turn; only kept steps have outputs."""
     if (kept.step < 0) != loop.reverse:  # a scan in reverse stores its outputs in reverse
         carry, ys = _scan_range(loop, carry, items, kept[::-1], checkpoint=checkpoint)
         return carry, [lax.rev(y, (0,)) for y in ys]
-    lead, blocks, before, stride, partial = find_blocks(loop.length, kept)
-    if blocks == loop.length and not checkpoint:
-        return loop.run(carry, items, blocks)
-    wrap = jax.checkpoint if checkpoint else lambda fun: fun
+    if len(kept) == loop.length and not checkpoint:
+        return loop.run(carry, items, loop.length)
+    lead, before, stride, end = find_chunks(loop.length, kept)
 
-    def up_to_kept(carry: Any, items: Any) -> tuple[Any, Any]:
-        carry = loop.skip(carry, items, 0, before)
-        last = loop.cut(items, before, before + 1)
-        return loop.step(carry, jax.tree.map(lambda leaf: leaf[0], last))
+    def chunk(size: int) -> Step:
+        def run(carry: Any, items: Any) -> tuple[Any, Any]:
+            carry = loop.skip(carry, items, 0, before)
+            at = loop.cut(items, before, before + 1)
+            carry, y = loop.step(carry, jax.tree.map(lambda leaf: leaf[0], at))
+            y = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y)
+            return loop.skip(carry, items, before + 1, size), y
 
-    def block(carry: Any, items: Any) -> tuple[Any, Any]:
-        carry, y = up_to_kept(carry, items)
-        return loop.skip(carry, items, before + 1, stride), y
+        return jax.checkpoint(run) if checkpoint else run
 
-    at = lead + blocks * stride
     carry = loop.skip(carry, items, 0, lead, checkpoint=checkpoint)
-    carry, ys = loop.blocks(wrap(block), carry, loop.cut(items, lead, at), blocks, stride)
-    if partial:
-        end = at + before + 1
-        carry, y = wrap(up_to_kept)(carry, loop.cut(items, at, end))
-        ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
-        at = end
-    return loop.skip(carry, items, at, loop.length, checkpoint=checkpoint), ys
+    inside = loop.cut(items, lead, end)
+    carry, ys = loop.in_chunks(chunk, carry, inside, end - lead, stride)
+    return loop.skip(carry, items, end, loop.length, checkpoint=checkpoint), ys
 
 
 def _scan_any(
