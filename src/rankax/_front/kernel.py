@@ -31,7 +31,6 @@ from typing import (
     Generic,
     Literal,
     ParamSpec,
-    Protocol,
     Self,
     TypeVar,
     Unpack,
@@ -349,18 +348,6 @@ def _group(rank: Rank, name: str) -> str:
 # The decorator.
 
 
-class Decorator(Protocol):
-    """The type of ``auto_vmap(...)``: it keeps the kernel's parameters and result."""
-
-    def __call__(self, fun: Callable[P, R], /) -> Kernel[P, R]: ...
-
-
-class ReducingDecorator(Protocol):
-    """The same for reductions that return something else, such as indices or `Several`."""
-
-    def __call__(self, fun: Callable[P, Any], /) -> Kernel[P, Any]: ...
-
-
 @overload
 def auto_vmap(  # pyright: ignore[reportOverlappingOverload]  # a rank may be any object
     fun: Callable[P, R], /
@@ -391,7 +378,7 @@ def auto_vmap(
     hoist: bool = True,
     fused: bool | Literal["auto"] = False,
     **named_ranks: RankTree,
-) -> Decorator: ...
+) -> Callable[[Callable[P, R]], Kernel[P, R]]: ...
 
 
 @overload
@@ -418,7 +405,7 @@ def auto_vmap(
     hoist: bool = True,
     fused: bool | Literal["auto"] = False,
     **named_ranks: RankTree,
-) -> ReducingDecorator: ...
+) -> Callable[[Callable[P, Any]], Kernel[P, Any]]: ...
 
 
 def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **named: Any) -> Any:
