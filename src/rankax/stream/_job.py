@@ -22,7 +22,7 @@ from rankax.ext.blocks.checksum import checksum
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
 from rankax.ext.ragged.call import RaggedCall
-from rankax.ext.ragged.type import Ragged, is_ragged
+from rankax.ext.ragged.type import is_ragged
 from rankax.stream import _stages
 from rankax.stream._ragged import filled_up, share_shapes, with_rows
 from rankax.stream._stages import STATES, Stage, Streamed, mapping_of
@@ -176,7 +176,7 @@ def _name(tree: Any, name: str, site: str) -> None:
     named = jax.tree_util.tree_flatten_with_path(tree, is_ragged)
     for path, leaf in named[0]:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaf = leaf.values if isinstance(leaf, Ragged) else leaf
+        leaf = leaf.values if is_ragged(leaf) else leaf
         leaf.path = "/".join(filter(None, (name, key))) or "output"
         if leaf.dtype.kind not in "biufc":
             raise TypeError(

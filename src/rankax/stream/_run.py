@@ -6,7 +6,6 @@ block is evaluated, one thread reads the next one, and another one writes the on
 """
 
 import functools
-import itertools
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from rankax.ext.blocks.programs import unpacked
 from rankax.ext.progress import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Job, prepared
 from rankax.stream._stages import Block, Stage
-from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
+from rankax.stream._store import Written, flush, is_free, is_whole, opened, recorded, write
 
 _SECONDS = 1  # for which blocks wait for others to be written with them
 _MOST_HELD = 1 << 22  # bytes of them
@@ -194,46 +193,39 @@ def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
             blocks = [block for block in stage.blocks() if not is_whole(stage, block)]
             evaluate = functools.partial(_evaluated, stage, no_nan)
             outs = map(evaluate, blocks, _ahead(reader, stage.read, blocks))
-            counts: list[int] = []
-            batches = _batches(zip(blocks, outs, strict=True), counts)
+            batches = _batches(zip(blocks, outs, strict=True))
             files = _ahead(writer, functools.partial(write, stage), batches)
             report(math.prod(stage.shape) - sum(block.items for block in blocks))
-            whole = iter(blocks)
-            for i, _ in enumerate(_ahead(flusher, flush, files)):
-                for block in itertools.islice(whole, counts[i]):
+            for whole in _ahead(flusher, _flushed, files):
+                for block in whole:
                     report(block.items)
 
 
-def _batches(
-    pairs: Iterable[tuple[Block, Any]], counts: list[int]
-) -> Iterator[list[tuple[Block, Any]]]:
-    """Yield blocks with their outputs, those of a second together; note how many in ``counts``.
+def _flushed(written: Written) -> list[Block]:
+    """Return blocks when their files are on the disk."""
+    flush([file for _, files in written for file in files])
+    return [block for block, _ in written]
+
+
+def _batches(pairs: Iterable[tuple[Block, Any]]) -> Iterator[list[tuple[Block, Any]]]:
+    """Yield blocks with their outputs, those of a second together.
 
     To write a small block takes much longer than to evaluate it.
     """
-    held: list[tuple[Block, Any]] = []
-    begin, size = time.monotonic(), 0
-
-    def full() -> Iterator[list[tuple[Block, Any]]]:
-        nonlocal held, begin, size
-        if held:
-            counts.append(len(held))
-            yield held
-        held, begin, size = [], time.monotonic(), 0
-
+    held, begin, size = list[tuple[Block, Any]](), time.monotonic(), 0
     try:
         for block, outs in pairs:
-            nbytes = sum(out.nbytes for out in outs)
-            if size + nbytes > _MOST_HELD:
-                yield from full()
             held.append((block, outs))
-            size += nbytes
+            size += sum(out.nbytes for out in outs)
             if size > _MOST_HELD or time.monotonic() - begin > _SECONDS:
-                yield from full()
+                yield held
+                held, begin, size = [], time.monotonic(), 0
     except (Exception, KeyboardInterrupt):  # of a block; those before it are whole
-        yield from full()
+        if held:
+            yield held
         raise
-    yield from full()
+    if held:
+        yield held
 
 
 def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -> Iterator[Any]:

@@ -34,6 +34,8 @@ from rankax.stream._stages import STATES, Block, Stage, Streamed
 
 _LOCK = "lock"
 
+Written = list[tuple[Block, list[Path]]]  # blocks, and the files of each
+
 
 def recorded(path: Path) -> dict[str, Any]:
     """Return the record of a store; it is empty where there is none yet."""
@@ -117,8 +119,8 @@ def is_whole(stage: Stage, block: Block) -> bool:
     return whole
 
 
-def write(stage: Stage, batch: Sequence[tuple[Block, Sequence[Any]]]) -> list[Path]:
-    """Write blocks of each array of a stage, in the order of blocks; return the files.
+def write(stage: Stage, batch: Sequence[tuple[Block, Sequence[Any]]]) -> Written:
+    """Write blocks of each array of a stage, in the order of blocks; return them and their files.
 
     Zarr writes the chunks of a row at the same time, in a third of the time of one by one.
     """
@@ -134,7 +136,7 @@ def write(stage: Stage, batch: Sequence[tuple[Block, Sequence[Any]]]) -> list[Pa
         else:
             for block, out in zip(blocks, parts, strict=True):
                 array.value.blocks[block.place] = out
-    return [file for block in blocks for file in _files(stage, block)]
+    return [(block, _files(stage, block)) for block in blocks]
 
 
 def _write_row(stage: Stage, array: Any, axis: int, places: slice, parts: list[Any]) -> None:

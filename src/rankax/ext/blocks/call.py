@@ -271,28 +271,27 @@ def _reduced(
     on_item = traced_as(setup.mapped.spec.fun)(functools.partial(setup.on_counted))
     items = [leaf.item for leaf in setup.inputs]
     traced = trace_reduced(on_item, items, setup.reductions, math.prod(sizes))
-    states = programs.States(axes, sizes, len(chunks) - len(axes), traced.outputs)
-    runs = states.runs(setup)
-
+    runs = RunStates(setup.reductions, traced.outputs, sizes)
     place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
     first = batch.inputs[0].array
     positions = [Input(backend.positions(chunks[a], first), (a,), place) for a in axes]
     batch = batch._replace(inputs=[*batch.inputs, *positions])
     small = *items[: len(batch.numbers)], *small_blocks(batch.inputs)
-    of_small, treedef = jax.tree.flatten(
-        jax.eval_shape(functools.partial(states.of_block, setup.unbounded), *small)
-    )
-    states = states._replace(treedef=treedef)
+    of_block = functools.partial(programs.states, runs, axes)
+    of_small = jax.eval_shape(functools.partial(of_block, setup.unbounded), *small)
+    of_small, structure = jax.tree.flatten(of_small)
     items = [jax.ShapeDtypeStruct(x.shape[len(chunks) :], x.dtype) for x in of_small]
-    of_row = functools.partial(states._replace(kept=0).result, setup)
+    of_row = functools.partial(programs.result, runs, 0, structure, setup)
     results, treedef = jax.tree.flatten(jax.eval_shape(of_row, *items))
     if not results:
         return runs, treedef.unflatten([])
 
-    new = programs.Program
-    state = programs.kept(new(setup, states.of_block, returns=items))
-    merge = programs.kept(new(setup, states.merged, takes=items, returns=items))
-    finish = programs.kept(new(setup, states.result, takes=items))
+    new, of_states = programs.Program, (runs, len(chunks) - len(axes), structure)
+    state = programs.kept(new(setup, of_block, returns=items))
+    merging = functools.partial(programs.merged, *of_states)
+    merge = programs.kept(new(setup, merging, takes=items, returns=items))
+    finishing = functools.partial(programs.result, *of_states)
+    finish = programs.kept(new(setup, finishing, takes=items))
     merged = backend.reduce_blocks(state, merge, batch, axes)
     chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
     item = programs.packed_item(items)

@@ -26,11 +26,11 @@ from rankax._options import Options
 from rankax.call.kernels import KernelCall, Shell, bind, bind_leaves, is_number
 from rankax.core.base.cache import Kept
 from rankax.core.base.trees import check_outputs
-from rankax.core.reduce.protocol import FILL, Outputs
+from rankax.core.reduce.protocol import FILL
 from rankax.ext.blocks.checksum import checksum
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.results import call_ragged
-from rankax.ext.ragged.type import Ragged
+from rankax.ext.ragged.type import is_ragged
 from rankax.ext.runs import RunStates
 from rankax.pipeline import evaluate
 
@@ -131,7 +131,7 @@ class Setup:
     def evaluate(self, values: Sequence[Any], options: Options) -> Any:
         """Evaluate a call; with a `Ragged` among the values, as the kernel itself does."""
         call = self.call(values)
-        if not any(isinstance(value, Ragged) for value in values):
+        if not any(map(is_ragged, values)):
             if self.is_ragged and options.reduce is not None:
                 *front, count = call.plan_whole(options).batch_shape
                 call.lengths = {len(front): count}
@@ -172,44 +172,35 @@ def outputs(setup: Setup, *values: Any, only: Sequence[int]) -> list[Any]:
     return [outs[i] for i in only]
 
 
-class States(NamedTuple):
-    """The states of a reduction: those of a block, merged ones, and the results."""
+# Of a reduction. The states are a tree of this structure; ``batch`` axes of it are not reduced.
 
-    axes: tuple[int, ...]  # the reduced axes of the batch
-    sizes: tuple[int, ...]  # their lengths in the whole batch
-    kept: int  # how many other axes the batch has
-    outputs: tuple[Outputs, ...]  # of one item
-    treedef: Any = None  # of the states
 
-    def runs(self, setup: Setup) -> RunStates:
-        """Return the operations on states; the kernel has the reductions."""
-        return RunStates(setup.reductions, self.outputs, self.sizes)
+def states(runs: RunStates, axes: tuple[int, ...], setup: Setup, *values: Any) -> list[Any]:
+    """Return the states of a block, which have length 1 along each reduced axis.
 
-    def of_block(self, setup: Setup, *values: Any) -> list[Any]:
-        """Return the states of a block, which have length 1 along each reduced axis.
+    The indices along each reduced axis follow the other arrays.
+    """
+    values, indices = values[: len(setup.inputs)], values[len(setup.inputs) :]
+    of_run = runs.reductions.for_runs(runs.size)
+    out = setup.evaluate(values, setup.options.replace(reduce=of_run, reduce_axis=axes))
+    starts = [index[0] if len(index) else 0 for index in indices]
+    found = runs.reductions.structure.flatten_up_to(out)
+    found = runs.renumber(found, list(map(len, indices)), starts)
+    pairs = zip(runs.reductions.entries, found, strict=True)
+    found = [() if entry.is_kept else state for entry, state in pairs]
+    return jax.tree.map(lambda x: jnp.expand_dims(x, axes), found)
 
-        The indices along each reduced axis follow the other arrays.
-        """
-        values, indices = values[: len(setup.inputs)], values[len(setup.inputs) :]
-        runs, reductions = self.runs(setup), setup.reductions
-        of_run = reductions.for_runs(runs.size)
-        out = setup.evaluate(values, setup.options.replace(reduce=of_run, reduce_axis=self.axes))
-        starts = [index[0] if len(index) else 0 for index in indices]
-        states = reductions.structure.flatten_up_to(out)
-        states = runs.renumber(states, list(map(len, indices)), starts)
-        pairs = zip(reductions.entries, states, strict=True)
-        states = [() if entry.is_kept else state for entry, state in pairs]
-        return jax.tree.map(lambda x: jnp.expand_dims(x, self.axes), states)
 
-    def merged(self, setup: Setup, *values: Any) -> list[Any]:
-        """Return the states of two blocks as one; the second one follows the first."""
-        count = len(values) // 2
-        one, other = map(self.treedef.unflatten, (values[:count], values[count:]))
-        return self.runs(setup).merge_two(one, other, self.kept)
+def merged(runs: RunStates, batch: int, structure: Any, _: Setup, *values: Any) -> list[Any]:
+    """Return the states of two blocks as one; the second one follows the first."""
+    count = len(values) // 2
+    one, other = map(structure.unflatten, (values[:count], values[count:]))
+    return runs.merge_two(one, other, batch)
 
-    def result(self, setup: Setup, *values: Any) -> list[Any]:
-        """Return the reduced outputs, from the states of all items."""
-        return self.runs(setup).finish(self.treedef.unflatten(values), self.kept)
+
+def result(runs: RunStates, batch: int, structure: Any, _: Setup, *values: Any) -> list[Any]:
+    """Return the reduced outputs, from the states of all items."""
+    return runs.finish(structure.unflatten(values), batch)
 
 
 @dataclasses.dataclass(eq=False)
@@ -243,12 +234,11 @@ class Program:
         """Evaluate one block; return a writable NumPy array, or a tuple of several."""
         if self.takes:
             values = tuple(x for data in values for x in unpacked(self.takes, data))
-        is_ragged = any(isinstance(x, Ragged) for x in values)
-        values = jax.tree.map(as_input, values)
+        has_ragged, values = any(map(is_ragged, values)), jax.tree.map(as_input, values)
         with contextlib.ExitStack() as stack:
             for name, value in self.setup.config.items():
                 stack.enter_context(CONFIG[name](value))
-            outs = (self._traced if is_ragged else self._compiled)(*values)
+            outs = (self._traced if has_ragged else self._compiled)(*values)
             outs = tuple(np.array(out) for out in jax.tree.leaves(outs))
         if self.returns:
             return packed(self.returns, outs)
