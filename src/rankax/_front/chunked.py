@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
-
-import jax
 
 from rankax._options import Options, check_together, given_options, resolve
 from rankax.call.axes import bind_axes, checked_axes
@@ -19,6 +17,7 @@ from rankax.core.base.messages import (
     function_name,
     refuses_jit,
 )
+from rankax.ext.devices.place import DevicesOption
 from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import Reduce, read_reductions
 from rankax.pipeline import evaluate
@@ -36,7 +35,7 @@ def chunked_vmap(
     checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
     progress: ProgressOption | None = None,
-    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    devices: DevicesOption = None,
     lockstep: bool | None = None,
     batched: bool = False,
     cpu_math: bool | None = None,
@@ -187,7 +186,7 @@ def chunked_reduce(
     checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
     progress: ProgressOption | None = None,
-    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    devices: DevicesOption = None,
     lockstep: bool | None = None,
     batched: bool = False,
     cpu_math: bool | None = None,

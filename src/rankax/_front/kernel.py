@@ -51,6 +51,7 @@ from rankax.core.declare.split_key import SplitKey
 from rankax.ext.annotations import annotated_ranks
 from rankax.ext.blocks.call import call_on_blocks
 from rankax.ext.check import check, nonfinite
+from rankax.ext.devices.place import DevicesOption
 from rankax.ext.explain.call import plan_kernel
 from rankax.ext.jit import evaluate_compiled, lowered
 from rankax.ext.progress import ProgressOption
@@ -369,7 +370,7 @@ def auto_vmap(
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     progress: ProgressOption = False,
-    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    devices: DevicesOption = None,
     lockstep: bool = True,
     bucket: bool | Sequence[int] = False,
     batched: bool = False,
@@ -396,7 +397,7 @@ def auto_vmap(
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     progress: ProgressOption = False,
-    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    devices: DevicesOption = None,
     lockstep: bool = True,
     bucket: bool | Sequence[int] = False,
     batched: bool = False,

@@ -32,7 +32,7 @@ from rankax.core.base.trees import (
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan, Tiles, plan_axis
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.programs import ItemProgram, checked_output_axes, is_axis
-from rankax.ext.ragged.type import Ragged
+from rankax.ext.ragged.type import is_ragged
 
 
 @dataclasses.dataclass(eq=False)
@@ -190,9 +190,9 @@ def bind_axes(
 
 def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], site: str) -> None:
     """Refuse to map the rows of ragged items as if they were items."""
-    nodes = leaves_with_names(arg, name, stops=lambda node: isinstance(node, Ragged))
+    nodes = leaves_with_names(arg, name, stops=is_ragged)
     for (path, node), place in zip(nodes, places, strict=True):
-        is_whole = isinstance(node, Ragged) and node.values.shape[:1] == (node.lengths.sum(),)
+        is_whole = is_ragged(node) and node.values.shape[:1] == (node.lengths.sum(),)
         if is_whole and place is not None:
             raise TypeError(
                 f"{site}: {path} is Ragged, and its rows are not items of a batch; use "

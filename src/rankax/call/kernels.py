@@ -58,7 +58,7 @@ from rankax.core.plan.schedule import (
 from rankax.core.protocols import ITEM
 from rankax.ext.batched import Batched
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
-from rankax.ext.ragged.type import Ragged, refusal_of_ragged
+from rankax.ext.ragged.type import is_ragged
 
 
 @dataclasses.dataclass(eq=False)
@@ -610,7 +610,11 @@ def _numbers_of_axes(call: KernelCall) -> dict[str, int]:
 def refuse_nodes(call: KernelCall) -> KernelCall:
     """Return the call; refuse a node that no wrapper replaces here."""
     for i in call.structure.nodes:
-        raise refusal_of_ragged(call.site, call.structure.paths[i])
+        raise TypeError(
+            f"{call.site}: {call.structure.paths[i]} is Ragged, which goes with arrays of JAX and "
+            "NumPy only; beside an array of another package, pass a padded array, and a boolean "
+            "array that says which rows are real"
+        )
     return call
 
 
@@ -669,8 +673,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
                 raise refusal_of_sparse(f"{kernel.name}()", path, subtree)
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            for at, node in leaves_with_names(subtree, path, stops=lambda x: isinstance(x, Ragged)):
-                if rank is not None and isinstance(node, Ragged):
+            for at, node in leaves_with_names(subtree, path, stops=is_ragged):
+                if rank is not None and is_ragged(node):
                     nodes[len(paths)] = jax.tree.map(lambda _: None, node)
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))

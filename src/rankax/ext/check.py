@@ -33,7 +33,7 @@ from rankax.core.reduce.protocol import Several
 from rankax.core.reduce.run import find_mask
 from rankax.core.trace.programs import subprograms
 from rankax.ext.ragged.call import RaggedCall, dense_shell
-from rankax.ext.ragged.type import Ragged
+from rankax.ext.ragged.type import is_ragged
 from rankax.ext.reductions.read import read_reductions
 from rankax.ext.reductions.winners import TopK
 
@@ -168,8 +168,8 @@ class _SingleItems:
     def gathered(self, outs: Any, chosen: Sequence[Index]) -> list[Sequence[Any]]:
         """Return the outputs of each chosen item, of those of a call."""
         places, columns = tuple(np.array(chosen).T) if self.shape else None, list[Sequence[Any]]()
-        for leaf in jax.tree.leaves(outs, is_leaf=lambda node: isinstance(node, Ragged)):
-            if isinstance(leaf, Ragged):
+        for leaf in jax.tree.leaves(outs, is_leaf=is_ragged):
+            if is_ragged(leaf):
                 items = leaf.to_list()
                 columns.append([items[self._number(index)] for index in chosen])
             else:
@@ -307,7 +307,7 @@ def _pairs(
             grad, out = item(*arguments)  # the kernel looks at the values of what items share
         want.append(out)
         grads.append(grad)
-    named = leaves_with_names(outs, "output", stops=lambda node: isinstance(node, Ragged))
+    named = leaves_with_names(outs, "output", stops=is_ragged)
     pairs = [
         (path, [outs[n] for outs in want], [outs[n] for outs in got])
         for n, (path, _) in enumerate(named)

@@ -36,6 +36,7 @@ from rankax.core.loop.loop import as_varying, varying_axes
 from rankax.core.reduce.protocol import EachLeaf, Reduction
 from rankax.core.reduce.row import fill
 from rankax.core.trace.programs import with_shape
+from rankax.ext.devices.place import DevicesOption
 from rankax.ext.progress import ProgressOption
 from rankax.ext.reductions.read import read_reductions
 from rankax.ext.reductions.sums import Gram, WeightedGram
@@ -290,7 +291,7 @@ def chunked_jacfwd(
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
     progress: ProgressOption | None = None,
-    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    devices: DevicesOption = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Jacobian of ``fun`` column by column, with few of them in flight.
 
@@ -396,7 +397,7 @@ def chunked_jacrev(
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
     progress: ProgressOption | None = None,
-    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    devices: DevicesOption = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Jacobian of ``fun`` row by row, with few of them in flight.
 
@@ -469,7 +470,7 @@ def chunked_hessian(
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
     progress: ProgressOption | None = None,
-    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    devices: DevicesOption = None,
 ) -> Callable[..., Any]:
     r"""Evaluate the Hessian of ``fun`` column by column, with few of them in flight.
 

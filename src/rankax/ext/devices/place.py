@@ -35,6 +35,7 @@ from rankax.ext.devices.mesh import Parts, is_inside
 from rankax.ext.equations import LAPACK, operations
 
 Devices = int | str | tuple[Any, ...] | PartitionSpec | None
+DevicesOption = int | str | Sequence[Any] | PartitionSpec | None
 
 # With as many CPU devices as threads, LAPACK waits for a thread that waits for it.
 _HANGS = (0, 10) <= jax.__version_info__ < (0, 11)

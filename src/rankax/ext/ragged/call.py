@@ -64,7 +64,7 @@ from rankax.ext.ragged.padded import (
     places_of,
     read_at,
 )
-from rankax.ext.ragged.type import Ragged
+from rankax.ext.ragged.type import is_ragged
 from rankax.pipeline import evaluate
 
 
@@ -343,7 +343,7 @@ def _reshaped(leaf: Any, shape: Shape) -> Any:
 def dense_shell(call: KernelCall) -> Shell:
     """Return the shell of a call with an array in place of each `Ragged`."""
     tree = call.shell.treedef.unflatten(call.leaves)
-    dense = jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, Ragged))
+    dense = jax.tree.structure(tree, is_leaf=is_ragged)
     return call.shell._replace(treedef=dense)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -204,15 +204,6 @@ def _checked_lengths(lengths: Any) -> np.ndarray[Any, Any]:
     return array.astype(np.int64)  # a copy, since the caller may change theirs
 
 
-def is_ragged(node: Any) -> bool:
-    """Whether a node of the arguments holds ragged items."""
+def is_ragged(node: Any) -> TypeGuard[Ragged]:
+    """Whether a node of a pytree holds ragged items."""
     return isinstance(node, Ragged)
-
-
-def refusal_of_ragged(site: str, path: str) -> TypeError:
-    """Return the error that says why ragged items cannot be taken here."""
-    return TypeError(
-        f"{site}: {path} is Ragged, which goes with arrays of JAX and "
-        "NumPy only; beside an array of another package, pass a padded array, and a boolean "
-        "array that says which rows are real"
-    )
