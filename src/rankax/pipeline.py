@@ -184,14 +184,13 @@ class Fitted(NamedTuple):
     plan: Plan  # of one part
     options: Options
     shown: dict[str, Any]  # what the plan shows
-    is_walked: bool  # otherwise it is evaluated by hand after all
 
 
 def fit(trace: Traced) -> Fitted:
     """Choose what walks the items, then how many at once: a limit measures what will run."""
     call, options, layout = trace.call, trace.options, trace.layout
     if trace.whole.is_empty:
-        return Fitted(trace.whole, options, {}, is_walked=True)
+        return Fitted(trace.whole, options, {})
     item, whole = trace.walked
     jaxpr, shown = item.closed.jaxpr, dict[str, Any]()
     if has_refs(jaxpr.constvars, item.closed.effects):
@@ -208,11 +207,9 @@ def fit(trace: Traced) -> Fitted:
             return call.plan(sized, tiles)  # a call keeps its plans
         return whole.cut(*sizes_of(sized, tiles))
 
-    changes_item = options.cpu_math and cpu_math.is_on(options)
     if not options.lockstep:
         shown["ends"], in_lanes = lanes.planner(item, options, whole)
         plan_of = in_lanes or plan_of
-        changes_item = changes_item or lanes.changes(item, shown["ends"])
 
     if options.chunk_size == AUTO:
         of_items = best._replace(across=0) if options.batched else tiles
@@ -228,9 +225,7 @@ def fit(trace: Traced) -> Fitted:
         checkpoint = False if chosen.stored else options.checkpoint
         options = options.replace(chunk_size=chosen.chunk_size, checkpoint=checkpoint)
 
-    plan = plan_of(options.chunk_size)
-    needs_walk = plan.has_loop or changes_item or call.is_kept or layout or options.reduce
-    return Fitted(plan, options, shown, is_walked=bool(needs_walk))
+    return Fitted(plan_of(options.chunk_size), options, shown)
 
 
 def fit_apart(trace: Traced) -> tuple[Traced, Fitted]:
@@ -250,7 +245,7 @@ def fit_apart(trace: Traced) -> tuple[Traced, Fitted]:
     if apart is None or not memory.has_room(options, apart.bytes):
         return trace, fitted or fit(trace)
     trace = trace._replace(apart=apart)
-    return trace, fit(trace)._replace(is_walked=True)  # lanes may have none but the hoisted loops
+    return trace, fit(trace)
 
 
 def _item_of_lengths(trace: Traced, *lengths: int) -> ItemProgram:
@@ -322,22 +317,17 @@ def _walked(trace: Traced, observer: Observer | None) -> Any:
     key = None if is_ordered else (*of_call, tuple(call.lengths), call.cut)
     with call_of_kernel(item.site), trace.place.around(call.site):
         try:
-            run = kept_program(make, item, leaves, key, mode, options.compiled)
-            out = run() if run else []
+            out = kept_program(make, item, leaves, key, mode, options.compiled)()
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
             raise item.reuses_key() from error
-    if run is None:
-        return call.in_one_piece(whole)
     if reductions is None:
         return item.out_tree.unflatten(out)
     return reductions.assembled(item.outputs, out)
 
 
-def _program(trace: Traced, observer: Observer | None, *, is_now: bool) -> Program | None:
+def _program(trace: Traced, observer: Observer | None, *, is_now: bool) -> Program:
     """Return the whole call as a function of its item and its leaves."""
     trace, fitted = fit_apart(trace)
-    if not fitted.is_walked:
-        return None
     options, layout = fitted.options, trace.layout
     if not options.on_cpu:
         memory.warn_of_small_steps(trace.item, fitted.plan)

@@ -141,6 +141,19 @@ def test_a_warm_call_traces_the_kernel_and_nothing_else(monkeypatch, reduce, loc
     assert len(traced) == 1
 
 
+@pytest.mark.parametrize("options", [{"memory_limit": "1 GB"}, {"lockstep": False}], ids=str)
+def test_a_traced_call_without_a_loop_is_one_program(options):
+    def kernel(x):
+        return jnp.sum(jnp.sin(x) * x) + 2.0, x
+
+    x = jnp.sin(jnp.arange(7 * 13.0)).reshape(7, 13)
+    mapped = auto_vmap(1, **options)(kernel)
+    assert mapped.plan(x).steps == 1  # which measures a limit
+    out, compiled = compilations(mapped, x)
+    assert compiled == 1
+    assert_same(out, jax.vmap(kernel)(x))
+
+
 def test_other_shapes_dtypes_and_axes_are_other_programs():
     def kernel(x):
         return x * 2

@@ -307,23 +307,22 @@ def mode_of(arrays: Sequence[Any], *, on_mesh: bool = False) -> Mode:
 
 
 def kept_program(
-    make: Callable[[], Program | None],
+    make: Callable[[], Program],
     item: ItemProgram,
     leaves: Sequence[Any],
     key: Hashable,
     mode: Mode,
     compiled: Callable[[Any, Sequence[Any]], Any],
-) -> Callable[[], Any] | None:
+) -> Callable[[], Any]:
     """Return what evaluates ``make()(item, leaves)``, compiled and kept unless the call is staged.
 
     What ``make`` returns holds no object of the caller, and follows from the item, the key and the
-    mode. It is None for a call that has no such program, and so is the result. With a key of None,
-    the program is compiled but not kept. ``compiled`` is `Options.compiled`. Inside `checking`, an
-    eager call that finds a program also compiles a new one, and compares the results.
+    mode. With a key of None, the program is compiled but not kept. ``compiled`` is
+    `Options.compiled`. Inside `checking`, an eager call that finds a program also compiles a new
+    one, and compares the results.
     """
     if mode is Mode.STAGED:
-        program = make()
-        return program and functools.partial(program, item, list(leaves))
+        return functools.partial(make(), item, list(leaves))
     closed = opened(item.closed)
     # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
     consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
@@ -340,9 +339,9 @@ def kept_program(
 
         made: list[Any] = []
         run = _kept.get_or_make(whole, lambda: made.append(new()) or made[0])
-        if run and not made and mode is Mode.EAGER and _checks.get():
+        if not made and mode is Mode.EAGER and _checks.get():
             return lambda: _checked(run(*args), new()(*args), item)
-    return run and functools.partial(run, *args)
+    return functools.partial(run, *args)
 
 
 _CHECKS = switch("RANKAX_CHECK", default=False)
@@ -399,14 +398,12 @@ def _key_of(
 
 
 def _compiled(
-    program: Program | None,
+    program: Program,
     item: ItemProgram,
     bare: Callable[[Any], Any],
     args: Sequence[Any],
     compiled: Any,
 ) -> Any:
-    if program is None:
-        return None
     closed = opened(item.closed)
     jaxpr, more = bare(closed.jaxpr), closed.consts[len(args[0]) :]
     # Without the constants, and the tree, which may hold user-defined classes.

@@ -121,8 +121,3 @@ def planner(
         return plan_lanes(whole, LaneWalker(count, ROUNDS[on_cpu]))
 
     return machine.ends, plan
-
-
-def changes(item: ItemProgram, ends: Sequence[str]) -> bool:
-    """Whether the program of an item is walked in another way than `jax.vmap` maps it."""
-    return bool(ends) or has_plain_loop(item.closed.eqns)
