@@ -212,6 +212,16 @@ def checked_int(
     return number
 
 
+def check_output_key(value: Any, site: str, name: str) -> None:
+    """Refuse what cannot name an output."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        hint = "; pass the array to the kernel, and return it" if hasattr(value, "shape") else ""
+        raise TypeError(
+            f"{site}: {name} must be the key, field or index of an output, got "
+            f"{type(value).__name__} {value!r}{hint}"
+        )
+
+
 def check_bool(value: Any, site: str, name: str) -> bool:
     """Return ``value``; refuse one that is neither ``True`` nor ``False``."""
     if not isinstance(value, bool):

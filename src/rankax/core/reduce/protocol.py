@@ -246,6 +246,9 @@ class EachLeaf(Reduction):
     #: The equivalent function of `jax.numpy`.
     function: Callable[..., Any]
 
+    #: Whether the result is divided by the number of items; with a mask, that is its last state.
+    divides = False
+
     #: Whether a derivative needs none of the states: the result has no derivative, as an index has
     #: none, or `partial` finds what has one. Never needed for outputs that have no tangents.
     folds_constants = False
@@ -270,12 +273,16 @@ class EachLeaf(Reduction):
         return [type(self).function(out, axis=0) for out in outs]
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
-        return [
+        each = [
             Accumulation(position, self.accumulator(aval, size), outputs.mask)
             for position, aval in zip(outputs.positions, outputs.avals, strict=True)
         ]
+        counts = self.divides and outputs.mask is not None
+        return [*each, outputs.counting()] if counts else each
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        if self.divides and outputs.mask is not None:
+            *state, (size,) = state
         pairs = zip(state, outputs.avals, strict=True)
         return [self.result(own, aval, size) for own, aval in pairs]
 
@@ -283,10 +290,17 @@ class EachLeaf(Reduction):
         if self.is_linear:
             return super().differentiable(outputs, row)
         pairs = zip(outputs.avals, outputs.positions, strict=True)
-        return [self.differentiable_leaf(aval, row, position) for aval, position in pairs]
+        each = [
+            self.differentiable_leaf(aval, row, position)
+            if has_tangent(aval)
+            else EachLeaf.differentiable_leaf(self, aval, row, position)
+            for aval, position in pairs
+        ]
+        counts = self.divides and outputs.mask is not None
+        return [*each, alone(outputs.counting(), is_linear=True)] if counts else each
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
-        """Find the state of one leaf in terms with the right derivative.
+        """Find the state of one leaf that has tangents in terms with the right derivative.
 
         By default, a derivative stores a state for each tile, unless it is constant.
         """

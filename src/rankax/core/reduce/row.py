@@ -87,12 +87,13 @@ class Accumulator(Protocol):
         ``counts``: which items count; `nothing`, if there is such a thing, is already in place of
         the others.
         """
+        return self.merge(state, self.lift(tile, counts))
 
     def nothing(self) -> Any:
         """Return the outputs of an item that adds nothing; None if `step` needs ``counts``."""
 
     def lift(self, tile: Any, counts: Any = None) -> State:
-        """Return the state of one tile alone; needed if it `drifts`."""
+        """Return the state of one tile alone; needed if it `drifts`, or for the default `step`."""
 
     def merge(self, first: State, second: State) -> State:
         """Merge two states slot by slot; the items of the first come before the others."""
@@ -113,8 +114,7 @@ class Accumulator(Protocol):
 
     def total(self, held: Any) -> State:
         """Return the state that is held."""
-        total, lost = held
-        return total + lost
+        return jax.tree.map(lax.add, *held)
 
     def found(self, row: Any, step: "Accumulation", state: State) -> State:
         """Complete the joined state of a `Row`, if `step` has put off some of the work."""
@@ -317,9 +317,6 @@ class Elementwise(InSlots):
 
     def start(self, slots: int) -> State:
         return self.full(self.identity, self.dtype, slots)
-
-    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        return self.combine(state, self.lift(tile))
 
     def lift(self, tile: Any, counts: Any = None) -> State:
         return tile.astype(self.dtype)

@@ -28,9 +28,6 @@ class LogSumExpOf(InSlots):
     def nothing(self) -> jax.Array:
         return scalar(-jnp.inf, self.dtype)
 
-    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        return self.merge(state, self.lift(tile))
-
     def lift(self, tile: Any, counts: Any = None) -> State:
         x = tile.astype(self.dtype)
         scaled = jnp.ones_like(x)  # the exponential of an item relative to its real part
@@ -115,9 +112,6 @@ class MomentsOf(InSlots):
         pairs = list(map(add_exactly, (n, mean, squares), lost, adds))
         return tuple(total for total, _ in pairs), tuple(taken for _, taken in pairs)
 
-    def total(self, held: Any) -> State:
-        return tuple(map(lax.add, *held))
-
     def merge(self, first: State, second: State) -> State:
         (n, mean, squares), (m, other, more) = first, second
         count = n + m
@@ -170,9 +164,6 @@ class Outer(Accumulator):
 
     def start(self, slots: int) -> State:
         return fill(0, self.dtype, (self.length, self.length, 1))
-
-    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        return state + self.lift(tile)
 
     def lift(self, tile: Any, counts: Any = None) -> State:
         first, second = (x.astype(self.dtype) for x in tile)

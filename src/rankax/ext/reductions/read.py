@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from rankax.core.base.messages import listed
+from rankax.core.base.messages import check_output_key, listed
 from rankax.core.base.trees import HasFields
 from rankax.core.reduce.protocol import Keep, Reduction, Several
 from rankax.core.reduce.run import Reductions
@@ -94,10 +94,6 @@ def _reduction(leaf: Any, site: str, names: Sequence[str]) -> Reduction:
 
 def checked_where(value: Any, site: str) -> str | int | None:
     """Return the name of a mask; refuse anything else."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int))):
-        raise TypeError(
-            f"{site}: where must be the key, field or index of an output, got "
-            f"{type(value).__name__} {value!r}"
-            + ("; pass the array to the kernel, and return it" if hasattr(value, "shape") else "")
-        )
+    if value is not None:
+        check_output_key(value, site, "where")
     return value

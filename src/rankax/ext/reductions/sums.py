@@ -14,7 +14,7 @@ from jax import core, lax
 from jax.flatten_util import ravel_pytree
 
 from rankax.core.base.arrays import has_tangent, scalar, wide
-from rankax.core.base.messages import check_callable
+from rankax.core.base.messages import check_bool, check_callable
 from rankax.core.base.trees import check_leaves, leaves_with_names
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype
 from rankax.core.reduce.row import (
@@ -24,8 +24,8 @@ from rankax.core.reduce.row import (
     Ordered,
     Request,
     Row,
-    alone,
 )
+from rankax.core.trace.derivatives import with_derivative
 from rankax.ext.equations import FUNCTIONS, LIBRARIES, operations
 from rankax.ext.reductions.accumulators import CenteredOuter, LogSumExpOf, MomentsOf, Outer
 
@@ -44,19 +44,6 @@ def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
 def _sum_of(position: int, aval: Any, dtype: Any) -> Accumulation:
     """Return what sums an output; its state has one slot."""
     return Accumulation(position, Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum))
-
-
-class _Average(EachLeaf):
-    """A reduction that divides by the number of items; with a mask, that is its last state."""
-
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
-        count = [] if outputs.mask is None else [outputs.counting()]
-        return [*super().accumulations(outputs, size), *count]
-
-    def finish_state(self, outputs: Outputs, state: Any, size: Any) -> Any:
-        if outputs.mask is not None:
-            *state, (size,) = state
-        return super().finish_state(outputs, state, size)
 
 
 class _Accumulated(EachLeaf):
@@ -88,10 +75,11 @@ class Sum(_Accumulated):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mean(_Average, Sum):
+class Mean(Sum):
     """`jax.numpy.mean`."""
 
     function = staticmethod(jnp.mean)
+    divides = True
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         return super().result(state / _number(size, state.dtype), aval, size)
@@ -105,8 +93,6 @@ class Prod(_Accumulated):
     identity, combine = 1, staticmethod(lax.mul)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
-        if not has_tangent(aval):
-            return (yield from super().differentiable_leaf(aval, row, position))
         dtype = wide(self.dtype(aval))
         ordered = Accumulation(0, Ordered(np.ones(aval.shape, dtype), lax.mul))
         (state,) = yield Request(
@@ -154,8 +140,6 @@ class LogSumExp(EachLeaf):
         return found.astype(dtype_of(jax.nn.logsumexp, aval))
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
-        if not has_tangent(aval):
-            return (yield from super().differentiable_leaf(aval, row, position))
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         most = math.log(jnp.finfo(dtype).max)
@@ -180,21 +164,8 @@ class LogSumExp(EachLeaf):
         (total,) = yield Request([_sum_of(0, aval, dtype)], (scaled,))
         if is_dear:
             known = found[1] * jnp.exp(largest - top.real[..., None]).astype(dtype)
-            total = _known(known, total)
+            total = with_derivative(known, total)  # so the compiler drops the second sum itself
         return largest, total
-
-
-@jax.custom_jvp
-def _known(value: Any, computed: Any) -> Any:
-    """Return a value that is known; its derivative is that of what computes it once more.
-
-    So the compiler drops that computation, but for its derivative.
-    """
-    del computed
-    return value
-
-
-_known.defjvps(None, lambda tangent, *_: tangent)
 
 
 class MomentsResult(NamedTuple):
@@ -206,11 +177,13 @@ class MomentsResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments(_Average):
+class Moments(EachLeaf):
     """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass; of floats only.
 
     No large numbers are subtracted from each other. A derivative takes a second pass.
     """
+
+    divides = True
 
     def misfit(self, aval: Any) -> str:
         return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
@@ -228,10 +201,6 @@ class Moments(_Average):
         mean = jnp.where(is_empty, jnp.full_like(mean, jnp.nan), mean)
         variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
-
-    def differentiable(self, outputs: Outputs, row: Row) -> list[Finding]:
-        count = [] if outputs.mask is None else [alone(outputs.counting(), is_linear=True)]
-        return [*super().differentiable(outputs, row), *count]
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
         dtype = wide(aval.dtype)
@@ -308,8 +277,7 @@ class Gram(Reduction):
 
     def __post_init__(self) -> None:
         check_leaves("Gram", self.weights, "weights")
-        if not isinstance(self.center, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Gram: center must be True or False, got {self.center!r}")
+        check_bool(self.center, "Gram", "center")
         if self.center and self.weights is not None:
             raise TypeError("Gram: weights are for Jacobians, which center=True is not for")
 

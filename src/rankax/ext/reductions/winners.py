@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax.core.base.arrays import has_tangent, index_dtype, scalar, too_many
-from rankax.core.base.messages import check_bool, listed, positive_int
+from rankax.core.base.messages import check_bool, check_output_key, listed, positive_int
 from rankax.core.loop.loop import saved
 from rankax.core.reduce.extrema import Arg, no_index, worst_value
 from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction
@@ -130,8 +130,6 @@ class _Extremum(_Compared):
         return first.astype(out.dtype)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Finding:
-        if not has_tangent(aval):
-            return (yield from super().differentiable_leaf(aval, row, position))
         if words := too_many(row.size):  # only the derivative needs an index
             raise ValueError(f"{self.label} cannot be differentiated: {words}")
         arg = self.arg.of_items(self.where)
@@ -302,11 +300,7 @@ class Best(Reduction):
     least_items = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.by, bool) or not isinstance(self.by, (str, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                "Best: by must be the key, field or index of an output, got "
-                f"{type(self.by).__name__} {self.by!r}"
-            )
+        check_output_key(self.by, "Best", "by")
         check_bool(self.largest, "Best", "largest")
 
     @property
