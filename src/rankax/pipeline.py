@@ -36,9 +36,16 @@ import jax
 from rankax._options import AUTO, Options, check_batched
 from rankax.call.base import Call, sizes_of
 from rankax.core.base.arrays import inside_call, is_spread, on_mesh
-from rankax.core.loop.eager_programs import Mode, Program, call_of_kernel, kept_program, mode_of
+from rankax.core.loop.eager_programs import (
+    Mode,
+    Program,
+    call_of_kernel,
+    kept_program,
+    mode_of,
+    warn_once,
+)
 from rankax.core.plan.schedule import WHOLE_CHUNKS, Plan
-from rankax.core.protocols import HERE, Layout, Observer, Pass, Placement
+from rankax.core.protocols import HERE, Observer, Pass, Placement
 from rankax.core.reduce.protocol import FILL
 from rankax.core.trace.derivatives import has_refs
 from rankax.core.trace.programs import ItemProgram
@@ -103,7 +110,7 @@ def prepared(call: Call, options: Options, place: Placement) -> tuple[Call, Opti
     is_chosen = options.memory_limit is not None or options.chunk_size == AUTO
     if is_chosen and not whole.is_empty:
         options = fit(traced(call, options, place)).options
-    parts = map(whole.part, place.layout(whole, None).shapes())
+    parts = map(whole.part, place.shapes(whole))
     lengths = sorted({part.cut(*sizes_of(options, WHOLE_CHUNKS)).in_flight for part in parts})
     return dataclasses.replace(call, form=Batched(tuple(lengths))), options
 
@@ -121,7 +128,7 @@ def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
         return None if plan.levels and not options.lockstep else call.plan_whole(options)
     needs_item = (
         plan.has_loop
-        or call.is_kept
+        or call.is_one_program
         or place
         or not options.lockstep
         or options.memory_limit is not None
@@ -129,7 +136,7 @@ def by_hand(call: Call, options: Options, place: Placement) -> Plan | None:
     )
     if not needs_item:
         return plan
-    is_whole = not plan.has_loop and options.lockstep and place.layout(plan, None).count == 1
+    is_whole = not plan.has_loop and options.lockstep and place.count == 1
     if not is_whole or not call.has_collective(plan):
         return None
     memory.check_whole(call, plan, options)
@@ -151,7 +158,7 @@ class Traced(NamedTuple):
     place: Placement
     whole: Plan  # of the whole batch, without chunks
     item: ItemProgram
-    layout: Layout
+    layout: Placement  # how the batch is cut
     part: Plan  # of the part of a device, without chunks
     apart: once.Apart | None = None  # some is hoisted, and the rest is walked
 
@@ -173,8 +180,8 @@ def traced(call: Call, options: Options, place: Placement) -> Traced:
     lengths: Any = sum(itertools.chain(whole.batch_shape, *inputs))
     if not isinstance(lengths, int):  # one is unknown, as in `jax.export`
         options = options.replace(hoist=False, xla_cpu=False)
-    layout = place.layout(whole, item)
-    part = whole.part(layout.shapes()[-1]) if layout else whole
+    layout = place.of_item(item)
+    part = whole.part(layout.shapes(whole)[-1]) if layout else whole
     return Traced(call, options, place, whole, item, layout, part)
 
 
@@ -216,7 +223,7 @@ def fit(trace: Traced) -> Fitted:
         size = memory.default_size(item, options, whole, of_items)
         options = options.replace(chunk_size=size)
     if options.memory_limit is not None:
-        part = call.part(trace.whole, layout.shapes()[-1]) if layout else call
+        part = call.part(trace.whole, layout.shapes(trace.whole)[-1]) if layout else call
         nest = functools.partial(_nest, trace)
         of_lengths = functools.partial(_item_of_lengths, trace)
         shown["memory"] = chosen = memory.within_limit(
@@ -308,7 +315,8 @@ def _nest(
 def _walked(trace: Traced, observer: Observer | None) -> Any:
     """Evaluate a traced call; an eager one by its kept program."""
     call, options, whole, reductions = trace.call, trace.options, trace.whole, trace.options.reduce
-    item, leaves = trace.layout.placed(trace.item, [call.leaves[i] for i in whole.mapped])
+    leaves = [call.leaves[i] for i in whole.mapped]
+    item, leaves = trace.layout.placed(whole, trace.item, leaves)
     mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(trace.layout))
     make = functools.partial(_program, trace, observer, is_now=mode is Mode.EAGER)
     # A user-defined function may change between calls and stay the same object.
@@ -330,15 +338,16 @@ def _program(trace: Traced, observer: Observer | None, *, is_now: bool) -> Progr
     trace, fitted = fit_apart(trace)
     options, layout = fitted.options, trace.layout
     if not options.on_cpu:
-        memory.warn_of_small_steps(trace.item, fitted.plan)
+        for note in memory.notes(options, trace.item.closed.jaxpr, fitted.plan):
+            warn_once("small steps", note)
     if observer is not None:
         is_shown = layout or fitted.plan.steps > 1
         observer = naming_axes(observer.of_parts(layout.count), fitted.plan) if is_shown else None
-    *others, shape = layout.shapes()
+    *others, shape = layout.shapes(trace.whole)
     alone, walks = trace._replace(apart=None), dict[Any, Nest]()
     for other in others:  # one item along an axis
         plan = trace.whole.part(other).cut(*sizes_of(options, WHOLE_CHUNKS))
         walks[other] = _nest(alone, plan, options, differentiable=not is_now)
     walks[shape] = _nest(trace, fitted.plan, options, observer, differentiable=not is_now)
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
-    return functools.partial(layout.walk, walks)
+    return functools.partial(layout.walk, trace.whole, walks)

@@ -58,7 +58,7 @@ class Call(abc.ABC):
         How many items along each padded batch axis (`ext/bucket.py`) are not copies.
     form : Form
         How the kernel is called to evaluate one item (`core/protocols.py`).
-    is_kept : bool
+    is_one_program : bool
         Whether an eager call is one kept program, also without a loop.
     cut : tuple of int or None
         The batch shape, if this is a part of a call or is padded.
@@ -77,7 +77,7 @@ class Call(abc.ABC):
     _: dataclasses.KW_ONLY
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     form: Form = ITEM
-    is_kept: bool = False
+    is_one_program: bool = False
     cut: tuple[int, ...] | None = None
     out_axes: Any = 0
     axis_name: Hashable | None = None

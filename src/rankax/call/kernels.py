@@ -58,7 +58,7 @@ from rankax.core.plan.schedule import (
 from rankax.core.protocols import ITEM
 from rankax.ext.batched import Batched
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
-from rankax.ext.ragged.type import is_ragged
+from rankax.ext.ragged.type import Ragged
 
 
 @dataclasses.dataclass(eq=False)
@@ -673,8 +673,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
                 raise refusal_of_sparse(f"{kernel.name}()", path, subtree)
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            for at, node in leaves_with_names(subtree, path, stops=is_ragged):
-                if rank is not None and is_ragged(node):
+            for at, node in leaves_with_names(subtree, path, stops=lambda x: isinstance(x, Ragged)):
+                if rank is not None and isinstance(node, Ragged):
                     nodes[len(paths)] = jax.tree.map(lambda _: None, node)
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))

@@ -21,6 +21,9 @@ from rankax.core.plan.schedule import WHOLE_CHUNKS, Shape, Tiles
 class Placement:
     """Where a batch is evaluated: in one piece, where its arrays are. A key of kept programs."""
 
+    count = 1  # of the parts that run at the same time
+    shown: Mapping[str, Any] = MappingProxyType({})  # fields of the plan, by name
+
     def __bool__(self) -> bool:
         """Whether the batch is cut into parts."""
         return False
@@ -37,34 +40,23 @@ class Placement:
         """Return the values of a call that is compiled whole, where it reads them."""
         return list(values)
 
-    def layout(self, whole: Any, item: Any) -> Layout:
-        """Return how a batch of this plan is cut."""
-        return Layout(whole.batch_shape)
+    def of_item(self, item: Any) -> Placement:
+        """Return where items of this program are evaluated; in one piece if their order matters."""
+        return self
 
+    # Of a batch, by its plan without chunks.
 
-class Layout:
-    """How a batch is cut into parts: it is one."""
-
-    count = 1  # of the parts that run at the same time
-    shown: Mapping[str, Any] = MappingProxyType({})  # fields of the plan, by name
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-
-    def __bool__(self) -> bool:
-        return False
-
-    def shapes(self) -> list[Shape]:
+    def shapes(self, whole: Any) -> list[Shape]:
         """Return the batch shapes of the pieces of a part, the main one last."""
-        return [self.shape]
+        return [whole.batch_shape]
 
-    def placed(self, item: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def placed(self, whole: Any, item: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the arrays of a call where its parts read them."""
         return item, list(map(on_every_device, leaves))
 
-    def walk(self, nests: Any, item: Any, leaves: Sequence[Any]) -> list[Any]:
+    def walk(self, whole: Any, nests: Any, item: Any, leaves: Sequence[Any]) -> list[Any]:
         """Evaluate an item over the whole batch; ``nests`` has one for each of `shapes`."""
-        return nests[self.shape].walk(item, leaves)
+        return nests[whole.batch_shape].walk(item, leaves)
 
 
 HERE = Placement()

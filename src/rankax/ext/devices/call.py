@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,13 @@ from rankax._options import AUTO, Options
 from rankax.call.base import Call
 from rankax.core.base.arrays import is_staged
 from rankax.core.base.messages import caller_level, listed
-from rankax.core.plan.schedule import Plan
-from rankax.core.protocols import Layout, Placement
+from rankax.core.plan.schedule import Plan, Shape
+from rankax.core.protocols import HERE, Placement
 from rankax.core.trace.programs import ItemProgram, has_order
-from rankax.ext.devices.mesh import Parts, inside, is_inside
-from rankax.ext.devices.over_parts import SharedLayout
-from rankax.ext.devices.place import committed_elsewhere, find_parts, put
+from rankax.core.walk import Nest
+from rankax.ext.devices.mesh import Parts, inside, is_inside, without_mesh
+from rankax.ext.devices.over_parts import over_parts, shapes_of
+from rankax.ext.devices.place import committed_elsewhere, find_parts, put, warn_of_hang
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,14 @@ class OnDevices(Placement):
 
     def __bool__(self) -> bool:
         return True
+
+    @property
+    def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return math.prod(each.count for each in self.parts)
+
+    @property
+    def shown(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {"devices": tuple((each.axis, each.count) for each in self.parts if each.count > 1)}
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
         return inside()
@@ -48,10 +57,25 @@ class OnDevices(Placement):
         axes = {i: own[parts.axis] for i, own in zip(whole.mapped, whole.batch_axes, strict=True)}
         return [put(x, axes[i] if i in is_cut else None, parts) for i, x in enumerate(values)]
 
-    def layout(self, whole: Plan, item: ItemProgram | None) -> Layout:
-        if item is not None and has_order(item.closed):
-            return Layout(whole.batch_shape)
-        return SharedLayout(self.parts, whole)
+    def of_item(self, item: ItemProgram) -> Placement:
+        return HERE if has_order(item.closed) else self
+
+    def shapes(self, whole: Plan) -> list[Shape]:
+        return shapes_of(whole, self.parts)
+
+    def placed(
+        self, whole: Plan, item: ItemProgram, leaves: Sequence[Any]
+    ) -> tuple[ItemProgram, list[Any]]:
+        parts, item = self.parts[0], without_mesh(item)
+        consts = [put(x, None, parts) for x in item.closed.consts]
+        pairs = zip(leaves, whole.batch_axes, strict=True)
+        return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
+
+    def walk(
+        self, whole: Plan, nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any]
+    ) -> list[Any]:
+        warn_of_hang(item)
+        return over_parts(nests, item, leaves, whole, self.parts)
 
 
 def devices_of(call: Call, options: Options) -> OnDevices | None:

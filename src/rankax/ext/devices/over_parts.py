@@ -31,7 +31,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,12 +43,10 @@ from jax.sharding import PartitionSpec
 from rankax.core.base.arrays import SMALL, as_weak, counted, gated, in_32_bits
 from rankax.core.loop.spec import number_of
 from rankax.core.plan.schedule import Plan, Shape
-from rankax.core.protocols import Layout
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.programs import ItemProgram, evaluate, with_variables
 from rankax.core.walk import Nest
-from rankax.ext.devices.mesh import Parts, gathered, with_auto_axes, without_mesh
-from rankax.ext.devices.place import put, warn_of_hang
+from rankax.ext.devices.mesh import Parts, gathered, with_auto_axes
 from rankax.ext.devices.plain_types import compares_types, with_plain_types
 from rankax.ext.runs import RunStates
 
@@ -57,75 +54,55 @@ Leaves = list[Any]
 Places = Sequence[int | None]  # where an array has each axis of the batch
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedLayout(Layout):
-    """How a batch and its leaves are cut into parts along some batch axes."""
+def shapes_of(whole: Plan, parts: Sequence[Parts]) -> list[Shape]:
+    """Return the batch shapes of the pieces of a part, the main one last."""
+    sizes: list[tuple[int, ...]] = [(n,) for n in whole.batch_shape]
+    for each in parts:
+        sizes[each.axis] = (1, each.shorter) if each.longer else (each.shorter,)
+    return list(itertools.product(*sizes))
 
-    parts: tuple[Parts, ...]
-    whole: Plan
 
-    def __bool__(self) -> bool:
-        return True
+def _places(whole: Plan, item: ItemProgram, reductions: Reductions | None) -> list[Places]:
+    """Return where the value of each output, or of each reduction, has the axes of the batch.
 
-    @property
-    def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return math.prod(each.count for each in self.parts)
-
-    @property
-    def shown(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return {"devices": tuple((each.axis, each.count) for each in self.parts if each.count > 1)}
-
-    def shapes(self) -> list[Shape]:
-        sizes: list[tuple[int, ...]] = [(n,) for n in self.whole.batch_shape]
-        for parts in self.parts:
-            sizes[parts.axis] = (1, parts.shorter) if parts.longer else (parts.shorter,)
-        return list(itertools.product(*sizes))
-
-    def placed(self, item: ItemProgram, leaves: Sequence[Any]) -> tuple[ItemProgram, Leaves]:
-        parts, item = self.parts[0], without_mesh(item)
-        consts = [put(x, None, parts) for x in item.closed.consts]
-        pairs = zip(leaves, self.whole.batch_axes, strict=True)
-        return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
-
-    def walk(self, nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any]) -> Any:
-        warn_of_hang(item)
-        return over_parts(nests, item, leaves, self)
-
-    def places(self, item: ItemProgram, reductions: Reductions | None) -> list[Places]:
-        """Return where the value of each output, or of each reduction, has the axes of the batch.
-
-        Those of a level are where the item says; more than one are all in front.
-        """
-        every = range(len(self.whole.batch_shape))
-        if reductions is None:
-            several = len(every) > 1
-            return [every if several and a is not None else [a] * len(every) for a in item.out_axes]
-        count = itertools.count()
-        others = [None if axis in self.whole.reduced else next(count) for axis in every]
-        return [every if entry.is_kept else others for entry in reductions.entries]
+    Those of a level are where the item says; more than one are all in front.
+    """
+    every = range(len(whole.batch_shape))
+    if reductions is None:
+        several = len(every) > 1
+        return [every if several and a is not None else [a] * len(every) for a in item.out_axes]
+    count = itertools.count()
+    others = [None if axis in whole.reduced else next(count) for axis in every]
+    return [every if entry.is_kept else others for entry in reductions.entries]
 
 
 def over_parts(
-    nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any], layout: SharedLayout
+    nests: Mapping[Shape, Nest],
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    whole: Plan,
+    parts: Sequence[Parts],
 ) -> list[Any]:
     """Evaluate an item over the whole batch: each device walks its part.
 
     Parameters
     ----------
     nests : mapping of Shape to Nest
-        One for each of `SharedLayout.shapes`.
+        One for each of `shapes_of`.
     item : ItemProgram
     leaves : sequence of arrays
-    layout : SharedLayout
+    whole : Plan
+        Of the whole batch, without chunks.
+    parts : sequence of Parts
 
     Returns
     -------
     list
         What `Nest.walk` returns.
     """
-    parts, shape, whole = layout.parts, layout.shapes()[-1], layout.whole
+    *_, shape = shapes_of(whole, parts)
     reductions, kept = nests[shape].reductions, len(whole.batch_shape) - len(whole.reduced)
-    places = layout.places(item, reductions)
+    places = _places(whole, item, reductions)
     specs, states = [_spec(own, parts) for own in places], None
     if reductions is not None and (cut := [each for each in parts if each.axis in whole.reduced]):
         # A state gets the parts on an axis in front.
@@ -218,7 +195,7 @@ class _Device:
 
     nests: Mapping[Shape, Nest]
     whole: Plan
-    places: Sequence[Places]  # see `SharedLayout.places`
+    places: Sequence[Places]  # see `_places`
     states: RunStates | None  # if parts are merged
 
     def walk(

@@ -13,7 +13,6 @@ from jax.extend.core import Jaxpr
 
 from rankax._options import Options
 from rankax.call.base import Call
-from rankax.core.loop.eager_programs import warn_once
 from rankax.core.plan.schedule import Plan, Tiles, is_known
 from rankax.core.trace.programs import ItemProgram
 from rankax.core.walk import Nest
@@ -108,12 +107,6 @@ def check_whole(call: Call, plan: Plan, options: Options) -> None:
     check_fits(call.site, options, whole, [call.leaves[i] for i in plan.mapped], why)
 
 
-def warn_of_small_steps(item: ItemProgram, plan: Plan) -> None:
-    """Warn of a call that makes many small steps on a GPU."""
-    if small := small_steps(item.closed.jaxpr, plan):
-        warn_once("small steps", small)
-
-
 def notes(options: Options, jaxpr: Jaxpr, plan: Plan) -> list[str]:
-    """Say which chunk size makes fewer steps, for a plan."""
+    """Say which chunk size makes fewer steps, if a call makes many small ones on a GPU."""
     return [] if options.on_cpu else list(filter(None, [small_steps(jaxpr, plan)]))

@@ -291,7 +291,7 @@ class RaggedCall:
         """Evaluate the call of one group."""
         if self.is_compiled:
             return evaluate_part(call)
-        call = dataclasses.replace(call, is_kept=not self.is_staged)
+        call = dataclasses.replace(call, is_one_program=not self.is_staged)
         return evaluate(call, call.kernel.options())
 
 
