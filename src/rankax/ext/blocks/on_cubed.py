@@ -6,6 +6,7 @@ Besides the blocks themselves, which cubed counts, these are the copies of them 
 the ``memory_limit`` of the kernel.
 """
 
+import functools
 import importlib
 import math
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from rankax.ext.blocks.backend import Batch, BatchChunks, blockwise, map_packed
-from rankax.ext.blocks.programs import Items, Program, packed_item
+from rankax.ext.blocks.programs import Program, packed_item
 
 # Imported by name because a type checker need not have cubed installed.
 cubed: Any = importlib.import_module("cubed")
@@ -36,10 +37,6 @@ def positions(lengths: tuple[int, ...], like: Any) -> Any:
     return cubed.arange(sum(lengths), chunks=lengths[:1], spec=like.spec)
 
 
-def map_blocks(program: Program, batch: Batch, items: Items) -> list[Any]:
-    return map_packed(_blockwise, program, batch, items)
-
-
 def reduce_blocks(state: Program, merge: Program, batch: Batch, axes: tuple[int, ...]) -> Any:
     states = _blockwise(state, batch, packed_item(state.returns), axes)
     dtypes = {"intermediate_dtype": states.dtype, "dtype": states.dtype}
@@ -54,3 +51,6 @@ def _blockwise(fun: Any, batch: Batch, item: jax.ShapeDtypeStruct, reduced: Any 
     # A share depends on the machine that runs it.
     memory = copies + (limit if isinstance(limit, int) else 0)
     return blockwise(_ops.blockwise, fun, batch, item, reduced, extra_projected_mem=memory)
+
+
+map_blocks = functools.partial(map_packed, _blockwise)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Dask arrays, on any scheduler."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from rankax.ext.blocks.backend import Batch, BatchChunks, blockwise, map_packed
-from rankax.ext.blocks.programs import Items, Program, packed_item
+from rankax.ext.blocks.programs import Program, packed_item
 
 # Imported by name because a type checker need not have dask installed.
 da: Any = importlib.import_module("dask.array")
@@ -26,10 +27,6 @@ def positions(lengths: tuple[int, ...], like: Any) -> Any:
     return da.arange(sum(lengths), chunks=(lengths,))
 
 
-def map_blocks(program: Program, batch: Batch, items: Items) -> list[Any]:
-    return map_packed(_blockwise, program, batch, items)
-
-
 def reduce_blocks(state: Program, merge: Program, batch: Batch, axes: tuple[int, ...]) -> Any:
     states = _blockwise(state, batch, packed_item(state.returns), axes)
     meta = np.empty((0,) * (states.ndim - len(axes)), states.dtype)
@@ -40,6 +37,9 @@ def reduce_blocks(state: Program, merge: Program, batch: Batch, axes: tuple[int,
 def _blockwise(fun: Any, batch: Batch, item: jax.ShapeDtypeStruct, reduced: Any = ()) -> Any:
     meta = np.empty((0,) * (len(batch.chunks) + len(item.shape)), item.dtype)
     return blockwise(da.blockwise, fun, batch, item, reduced, concatenate=True, meta=meta)
+
+
+map_blocks = functools.partial(map_packed, _blockwise)
 
 
 def _unchanged(block: Any, **_: Any) -> Any:

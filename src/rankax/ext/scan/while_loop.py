@@ -13,10 +13,10 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from rankax.core.base import messages
-from rankax.core.base.arrays import has_tangent, is_ref
+from rankax.core.base.arrays import is_ref
 from rankax.core.base.trees import check_leaves, type_name
 from rankax.core.loop.loop import varying_axes
-from rankax.core.trace.derivatives import call_of, call_with_derivative_of
+from rankax.core.trace.derivatives import call_of, call_with_derivative_of, without_derivative
 from rankax.core.trace.programs import (
     evaluate,
     has_order,
@@ -186,7 +186,9 @@ def _loop(
         return lax.while_loop(lambda state: cond(consts[0], *state[1])[0], step, start)
 
     if refusal is not None:
-        return plain(*jax.tree.map(_refusing_derivatives(refusal), arrays))[1]
+        words = refusal
+        arrays = jax.tree.map(lambda x: x if is_ref(x) else without_derivative(x, words), arrays)
+        return plain(*arrays)[1]
     differentiable = jax.custom_jvp(plain)
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
@@ -275,20 +277,3 @@ def _refusal(site: str, funs: Sequence[Callable[..., Any]], programs: Sequence[A
                 "jax.lax.while_loop has forward mode"
             )
     return None
-
-
-def _refusing_derivatives(refusal: str) -> Callable[[Any], Any]:
-    """Return the identity of values that must not have tangents."""
-
-    @jax.custom_jvp
-    def same(x: Any) -> Any:
-        return x
-
-    @same.defjvp
-    def _(*_: Any) -> Any:
-        raise ValueError(refusal)
-
-    def refuse(x: Any) -> Any:
-        return same(x) if has_tangent(jax.typeof(x)) and not is_ref(x) else x
-
-    return refuse
