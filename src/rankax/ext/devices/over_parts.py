@@ -111,7 +111,7 @@ def over_parts(
         names = tuple(name for each in cut for name in each.names)
         pairs = zip(reductions.entries, specs, strict=True)
         specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
-    device = _Device(nests, whole, places, states)
+    walk = _walk_on_device(nests, whole, places, states)
     arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
     avals = jax.tree.map(jax.typeof, arrays)
 
@@ -126,7 +126,7 @@ def over_parts(
         pairs = list(zip(parts, numbers, strict=True))
         begins = {each.axis: each.begin(n) for each, n in pairs}
         uneven = [(each, n < n.dtype.type(each.longer)) for each, n in pairs if each.longer]
-        values = device.walk(item.with_constants(consts), leaves, begins, shape, uneven)
+        values = walk(item.with_constants(consts), leaves, begins, shape, uneven)
         if states is None:
             return values
         in_front = functools.partial(jax.tree.map, lambda x: lax.expand_dims(x, (0,)))
@@ -189,17 +189,12 @@ def _in_32_bits_if_small(x: jax.Array) -> jax.Array:
     return in_32_bits(x) if x.size <= SMALL else x
 
 
-@dataclasses.dataclass(frozen=True)
-class _Device:
-    """The walk of one device."""
-
-    nests: Mapping[Shape, Nest]
-    whole: Plan
-    places: Sequence[Places]  # see `_places`
-    states: RunStates | None  # if parts are merged
+def _walk_on_device(
+    nests: Mapping[Shape, Nest], whole: Plan, places: Sequence[Places], states: RunStates | None
+) -> Callable[..., list[Any]]:
+    """Return the walk of one device. ``places``: see `_places`; ``states``: if parts are merged."""
 
     def walk(
-        self,
         item: ItemProgram,
         leaves: Leaves,
         begins: Mapping[int, Any],
@@ -212,7 +207,7 @@ class _Device:
         says whether it does.
         """
         if not uneven:
-            return self._walk(item, leaves, begins, shape)
+            return walk_piece(item, leaves, begins, shape)
         (parts, counts), *others = uneven
         axis, size = parts.axis, parts.shorter
         gate = functools.partial(jax.tree.map, functools.partial(gated, counts))
@@ -220,41 +215,42 @@ class _Device:
         leaves = lax.optimization_barrier(leaves)
 
         def items(start: int, stop: int | None) -> Leaves:
-            pairs = zip(leaves, (axes[axis] for axes in self.whole.batch_axes), strict=True)
+            pairs = zip(leaves, (axes[axis] for axes in whole.batch_axes), strict=True)
             return [x if i is None else lax.slice_in_dim(x, start, stop, axis=i) for x, i in pairs]
 
         after = {**begins, axis: begins[axis] + begins[axis].dtype.type(size)}
         alone = item.with_constants(gate(item.closed.consts))
         one = (*shape[:axis], 1, *shape[axis + 1 :])
-        most = self.walk(item, items(0, size), begins, shape, others)
-        last = self.walk(alone, gate(items(size, None)), after, one, others)
+        most = walk(item, items(0, size), begins, shape, others)
+        last = walk(alone, gate(items(size, None)), after, one, others)
         merged = most
-        if axis in self.whole.reduced:
-            assert self.states is not None
-            kept = len(shape) - len(self.whole.reduced)
-            merged = self.states.merge_two(gate(most), gate(last), kept)
+        if axis in whole.reduced:
+            assert states is not None
+            kept = len(shape) - len(whole.reduced)
+            merged = states.merge_two(gate(most), gate(last), kept)
 
         def joined(places: Places, merged: Any, most: Any, last: Any) -> Any:
             if (place := places[axis]) is not None:
                 return jax.tree.map(lambda *pair: jnp.concatenate(pair, place), most, last)
             return jax.tree.map(functools.partial(jnp.where, counts), merged, most)
 
-        return list(map(joined, self.places, merged, most, last))
+        return list(map(joined, places, merged, most, last))
 
-    def _walk(
-        self, item: ItemProgram, leaves: Leaves, begins: Mapping[int, Any], shape: Shape
+    def walk_piece(
+        item: ItemProgram, leaves: Leaves, begins: Mapping[int, Any], shape: Shape
     ) -> list[Any]:
         """Walk items of one shape, whose numbers are those in the whole batch."""
-        nest, states = self.nests[shape], self.states
+        nest = nests[shape]
         if splits := nest.plan.splits:
-            starts = [number_of(split, begins.items()) for split in splits]
-            item = _from(starts, item)
+            item = _from([number_of(split, begins.items()) for split in splits], item)
         if states is None:
             return nest.walk(item, leaves)
         nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
-        reduced = self.whole.reduced
-        starts = [begins.get(axis, 0) for axis in reduced]
-        return states.renumber(nest.walk(item, leaves), [shape[axis] for axis in reduced], starts)
+        starts = [begins.get(axis, 0) for axis in whole.reduced]
+        lengths = [shape[axis] for axis in whole.reduced]
+        return states.renumber(nest.walk(item, leaves), lengths, starts)
+
+    return walk
 
 
 def _from(starts: Sequence[jax.Array], item: ItemProgram) -> ItemProgram:
