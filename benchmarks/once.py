@@ -31,9 +31,9 @@ HEAD = """# Work that belongs to one side
 
 Written by `python benchmarks/once.py --write`. One core, JAX {jax}, float32;
 {points:,} x {points:,} pairs. Processor time in ms, the median of some turns. Where
-rankax takes longest comes first. In a map, it has 64 rows of pairs at once, as `lax.map` has; `jax.vmap`
-has all pairs, and writes each number once. A loop fills its output with zeros, and copies each chunk into it:
-where a pair is one product of 16 numbers, that is half of the time.
+rankax takes longest comes first. In a map, it has 64 rows of pairs at once, as `lax.map` has;
+`jax.vmap` has all pairs, and writes each number once. A loop fills its output with zeros, and
+copies each chunk into it: where a pair is one product of 16 numbers, that is half of the time.
 
 | kernel | of all pairs | {ways} | beside the better of the first two | beside by hand |
 |---|---|---:|---:|---:|---:|---:|---:|"""

@@ -199,7 +199,7 @@ def test_sines_are_left_to_the_library():
     assert not is_in_library(chosen, SINES)  # if it is: see `_makes_numbers_one_by_one`
 
 
-def test_functions_that_xla_evaluates_one_by_one_are_left_to_the_library():
+def test_functions_of_one_number_at_a_time_go_to_the_library():
     def tile(fun):
         return auto_vmap(0, reduce="sum")(fun).plan(SINES).levels[0].tile
 

@@ -36,7 +36,7 @@ from rankax.core.walk import Nest, nest_of
 from rankax.ext.fused.fold import FusedFold, evaluated
 from rankax.ext.fused.kernel import MOST_INDEX
 from rankax.ext.fused.scalars import MOST_NUMBERS, Refused
-from rankax.ext.reductions.bins import Scattered
+from rankax.ext.reductions.bins import InBins
 
 
 def walk_of(nest: Nest, options: Options) -> Nest:
@@ -148,7 +148,7 @@ FUSER = Fuser()
 def _is_sum(step: Accumulation) -> bool:
     # Of sums in bins, a derivative reads all.
     adds: Any = step.accumulator
-    is_binned = isinstance(adds, Scattered) and adds.size <= MOST_NUMBERS
+    is_binned = isinstance(adds, InBins) and adds.size <= MOST_NUMBERS
     adds = adds.own if is_binned else adds
     is_sum = isinstance(adds, Elementwise) and adds.combine is lax.add
     return is_sum and (is_binned or step.mask is None)
