@@ -350,6 +350,11 @@ class _Walk:
     def _item_of(self, consts: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return the item, which takes what is `in_32_bits`."""
         jaxpr, each = self.jaxpr, not self.nest.takes_chunks
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        if not any(is_narrow(v.aval) for v in variables):
+            return self._with(consts)
+        mapped = [jaxpr.invars[i] for i in self._mapped_inputs]
+        multiplied = [v for v in mapped if is_multiplied(v, jaxpr)]
 
         def item(*leaves: Any) -> list[Any]:
             def own(x: Any, var: Any) -> Any:
@@ -361,9 +366,7 @@ class _Walk:
             values = [own(x, v) for x, v in zip((*consts, *leaves), variables, strict=True)]
             return self._with(values[: len(consts)])(*values[len(consts) :])
 
-        variables, mapped = [*jaxpr.constvars, *jaxpr.invars], self._mapped_inputs
-        multiplied = [v for i in mapped if is_multiplied(v := jaxpr.invars[i], jaxpr)]
-        return item if any(is_narrow(v.aval) for v in variables) else self._with(consts)
+        return item
 
     def serves_both(self, operands: Operands) -> bool:
         """Whether the walk that is evaluated is also the best one to differentiate.
