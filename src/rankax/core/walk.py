@@ -273,6 +273,9 @@ class _Walk:
         if back and not others and not plan.is_empty:
             levels = plan.levels
             masks = {m: GivenMask.of(i, consts, mapped, levels) for m, i in self._masks.items()}
+            if {own.mask for own in self.item.outputs} == {*masks} and len(masks) == 1:
+                ((position, mask),) = masks.items()
+                masks[position], mapped = mask.replaced(mapped, levels)
             row = dataclasses.replace(row, masks=masks)
 
         def fun(*items: Any) -> list[Any]:
