@@ -8,7 +8,7 @@ derivative, which also computes cotangents, in a quarter of it. It has not so ma
 goes to a library that XLA:CPU calls for sums, maxima and minima of 4096 numbers or more, unless it
 is one of sines or their like: the library needs its operand stored first, and is faster for long
 rows only. It has at least 512 where each tile calls LAPACK, sorts or transforms, and 16 where it
-convolves, because such a call costs about as much as it takes for so many small items; and 128
+convolves, because such a call costs about as much as it takes for so many small items; and 256
 where it reads a matrix for all of them that does not fit the cache.
 
 A reduction has at most 1024 items in a tile, which keeps its running states in the cache; 8192 if
@@ -95,7 +95,7 @@ _ONE_BY_ONE = {
 _LONG = 16  # numbers for each result, from which on the library is faster than a loop
 # The least number of items, where each tile calls these.
 _LEAST = {**dict.fromkeys(LIBRARIES, 512), "conv_general_dilated": 16}
-_LEAST_OF_LARGE = 128  # items for which a matrix is read that does not fit the cache
+_LEAST_OF_LARGE = 256  # items for which a matrix is read that does not fit the cache
 _FORWARD, _DERIVATIVE = 1 / 2, 1 / 4  # of the cache
 _MAY_JOIN = {"dot_general", *_ONE_BY_ONE}
 _CALLS = {*CALLS, *RULES}
