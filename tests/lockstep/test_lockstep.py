@@ -251,6 +251,11 @@ def test_a_scope_sets_it():
     assert kernel.plan(X).lanes is None
     assert auto_vmap(0, lockstep=False)(newton).plan(jnp.ones(10_000)).lanes == 256
 
+    def steps(x):  # each lane keeps 2,000 numbers
+        return jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x * 2, x)
+
+    assert auto_vmap(1, lockstep=False)(steps).plan(jnp.ones((300, 2000))).lanes == 16
+
 
 def told(x):
     io_callback(lambda _: None, None, x, ordered=True)

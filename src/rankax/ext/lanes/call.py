@@ -47,20 +47,21 @@ _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
 
 
-# Lanes, if nothing bounds them. On a GPU, a round takes as long for all of `_GPU_LANES` as for the
-# first of them, because its kernels are shorter than their launches: an H100 runs 270,000 threads.
-# More lanes need fewer rounds, as long as what they keep is no more than a GPU moves in a launch.
-_CPU_LANES, _GPU_LANES = 256, (2**12, 2**16)
-_NUMBERS = 2**21
+# Lanes, if nothing bounds them: at least, at most, and the numbers that all keep together.
+# On a CPU, what they keep stays in the cache. (Where an item computes with arrays, fewer lanes are
+# faster still, and with many numbers of their own, as samplers have, more are.)
+# On a GPU, a round takes as long for all of the fewest lanes as for the first of them, because its
+# kernels are shorter than their launches: an H100 runs 270,000 threads. More lanes need fewer
+# rounds, as long as what they keep is no more than a GPU moves in a launch.
+_CPU_LANES = 1, 2**8, 2**15
+_GPU_LANES = 2**12, 2**16, 2**21
 
 
 def most_lanes(machine: Machine, *, on_cpu: bool) -> int:
     """Return how many lanes there are if nothing bounds them."""
-    if on_cpu:
-        return _CPU_LANES
     numbers = sum(math.prod(slot.aval.shape) for slot in machine.stored())
-    fewest, most = _GPU_LANES
-    return max(fewest, min(most, 2 ** int(math.log2(_NUMBERS // max(1, numbers) or 1))))
+    fewest, most, together = _CPU_LANES if on_cpu else _GPU_LANES
+    return max(fewest, min(most, 2 ** int(math.log2(together // max(1, numbers) or 1))))
 
 
 def check_lanes(item: ItemProgram) -> None:
