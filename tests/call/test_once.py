@@ -587,6 +587,13 @@ def test_items_that_read_numbers_are_those_of_one_chunk(name, reduce):
     assert_same(*(jax.jit(f)(x) for f in of_second), rtol=1e-3, atol=1e-3)
 
 
+def test_items_that_read_numbers_may_have_constants_of_their_own():
+    kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=-1, chunk_size=50)(
+        lambda x, y: x[0] * y[1] + jnp.ravel(2.0)[0]
+    )
+    assert_same(kernel(X[:, None], Y), jnp.outer(X[:, 0], Y[:, 1]).sum(1) + 58, rtol=1e-5)
+
+
 @pytest.mark.skipif(not Options().rules.by_number, reason="from JAX 0.12 on")
 def test_numbers_of_vectors_are_read_before_the_loop():
     def in_loops(kernel, x, y):

@@ -10,7 +10,7 @@ import pytest
 
 from helpers import at_each_run, enable_x64, equations, name_of, slow
 from rankax import auto_vmap
-from rankax.ext.fused import fold, kernel
+from rankax.ext.fused import kernel
 from rankax.reductions import ByLabel, Histogram, Moments
 
 pytest.importorskip("warp", reason="needs NVIDIA Warp: pip install 'rankax[warp]'")
@@ -232,15 +232,8 @@ def test_its_derivative_reads_at_most_so_many_bins():
     assert_close(jax.jit(gradient(fused))(*ARGS), gradient(plain)(*ARGS))
 
 
-def test_a_derivative_without_a_kernel_is_a_sum_by_rows(monkeypatch):
+@pytest.mark.usefixtures("kernels_of_three_inputs")
+def test_a_derivative_without_a_kernel_is_a_sum_by_rows():
     fused, plain = both()
-    written = fold.FusedFold.kernel.func
-
-    def first_only(self):
-        if len(self.item.in_avals) > 3:
-            raise fold.Refused("a test")
-        return written(self)
-
-    monkeypatch.setattr(fold.FusedFold, "kernel", property(first_only))
     push = functools.partial(pushed, gradient(fused))()
     assert_close(jax.jit(push)(*ARGS), pushed(gradient(plain))(*ARGS))

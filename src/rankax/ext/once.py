@@ -170,13 +170,13 @@ def _is_dear(piece: Piece, total: int) -> bool:
 
 
 def _indexing(jaxpr: Jaxpr, plan: Plan) -> set[int]:
-    """Return the equations that read numbers of vectors, if all others of a reduction are of such.
+    """Return by `id` which equations read numbers of vectors, if all others compute with numbers.
 
-    By `id`.
+    There are none if nothing is reduced.
     """
     read, found = {*jaxpr.invars}, set[int]()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _INDEXING and eqn.invars[0] in read:
+        if eqn.primitive.name in _INDEXING and not read.isdisjoint(_variables(eqn.invars)):
             read.update(eqn.outvars)
             found.add(id(eqn))
     others = [eqn for eqn in jaxpr.eqns if id(eqn) not in found]

@@ -453,8 +453,9 @@ class RowReduction:
         for level in self.levels:
             if level.in_axes[mask.place] is None:
                 number = number * np.asarray(level.size, number.dtype)
-        item = self._safe_item(counts, mask.consts, mask.items, mask.is_mapped)
-        if mask.is_replaced is not None:
+        if mask.is_replaced is None:
+            item = self._safe_item(counts, mask.consts, mask.items, mask.is_mapped)
+        else:
             item = self._gated_item(mask.place, mask.consts, mask.is_replaced)
         return dataclasses.replace(row, item=item, counts=counts, number=number)
 
